@@ -43,7 +43,9 @@ from kvqjax.step.layers import ready_queries
 from kvqjax.step.prompt import Path as PromptPath
 from kvqjax.step.prompt import exact_layer
 
-DEFAULT_SEQUENCES, DEFAULT_LENGTH = 256, 8192  # the paper's recipe
+# The paper's recipe.
+DEFAULT_SEQUENCES = 256
+DEFAULT_LENGTH = 8192
 # Tokens of a sequence that attend at a time: 256 are the fastest on CPUs, and scores [T, T] never
 # exist as a whole.
 CHUNK = 256
@@ -81,19 +83,18 @@ class Layers(NamedTuple):
 
 def _run_of(layout: CacheLayout, index: int) -> int:
     """Find the number of the run that layer `index` is in."""
-    return next(
-        number for number, run in enumerate(runs_of(layout)) if index < run.first + run.count
-    )
+    for number, run in enumerate(runs_of(layout)):
+        if index < run.first + run.count:
+            return number
+    raise IndexError(index)
 
 
 def _transformed(layout: CacheLayout, index: int) -> list[str]:
     """List the sources of layer `index` that are coded by a transform."""
     layer = layout.method.layers(layout.shape)[index]
-    return [
-        source
-        for source in ("k", "v")
-        if isinstance(layer, AquaLayer) and isinstance(layer.codec(source), Klt)
-    ]
+    if not isinstance(layer, AquaLayer):
+        return []
+    return [source for source in ("k", "v") if isinstance(layer.codec(source), Klt)]
 
 
 @functools.partial(jax.jit, static_argnames=("layout", "number", "last", "transformed"))
@@ -112,15 +113,18 @@ def _layer_pass(
     Returns:
         The layer's activations.
     """
-    length, run = h.shape[1], runs_of(layout)[number]
+    length = h.shape[1]
+    run = runs_of(layout)[number]
     h = decoder.up_to(model.params, index, h, model.config)
     moments = jnp.zeros((0, 1, 1))
     if transformed:
-        positions, weights = jnp.arange(length)[None], decoder.layer(model.params, index)
+        positions = jnp.arange(length)[None]
+        weights = decoder.layer(model.params, index)
         q = decoder.project(weights, h, positions, model.config, run.first).q
         moments = query_moments(q[0], model.config.kv_shape.layer(run.first))
     padded = jnp.pad(h, ((0, 0), (0, -length % CHUNK), (0, 0)))
-    counts, path = jnp.full((1,), length, jnp.int32), PromptPath("off", CHUNK)
+    counts = jnp.full((1,), length, jnp.int32)
+    path = PromptPath("off", CHUNK)
 
     def keep(*captured):
         return captured
@@ -131,10 +135,12 @@ def _layer_pass(
     # A cache stores 0 for a number that is not finite. Here it becomes NaN, so that no constant
     # made of it looks sound.
     is_finite = finite[0, :length, None]
-    k, v = (
-        jnp.where(is_finite, new[name][0, :length].astype(jnp.float32), jnp.nan)
-        for name in ("k", "v")
-    )
+
+    def checked(x):
+        return jnp.where(is_finite, x[0, :length].astype(jnp.float32), jnp.nan)
+
+    k = checked(new["k"])
+    v = checked(new["v"])
     return Row(k, v, moments, None if last else above[:, :length])
 
 
@@ -142,14 +148,16 @@ def _of_model(model: Model, method: Method, tokens: np.ndarray) -> Layers:
     """Read the layers of a model on N sequences of T tokens."""
     if tokens.ndim != 2:
         raise UserError(f"calibration tokens are {tokens.shape}; wanted [sequences, tokens]")
-    config, dtype = model.config, model.params["embed"].dtype
+    config = model.config
+    dtype = model.params["embed"].dtype
     layout = CacheLayout(shape=config.kv_shape, method=method, capacity=1, dtype=str(dtype))
     h = np.zeros((*tokens.shape, config.width), np.float32)
     for i in range(len(tokens)):
         h[i] = decoder.embed(model.params, jnp.asarray(tokens[i : i + 1], jnp.int32), config)[0]
 
     def read(index: int, number: int, h):
-        run, last = _run_of(layout, index), index == config.num_layers - 1
+        run = _run_of(layout, index)
+        last = index == config.num_layers - 1
         transformed = bool(_transformed(layout, index))
         return _layer_pass(
             model, layout, run, jnp.int32(index), jnp.asarray(h, dtype), last, transformed
@@ -167,20 +175,22 @@ def _of_captured(data: Captured, method: Method) -> Layers:
     layout = data.layout(method)
 
     def read(index: int, number: int, h):
-        run, rows = runs_of(layout)[_run_of(layout, index)], slice(number, number + 1)
-        k, v = cached(run, data.keys[index][rows], data.values[index][rows])
+        run = runs_of(layout)[_run_of(layout, index)]
+        row = slice(number, number + 1)
+        k, v = cached(run, data.keys[index][row], data.values[index][row])
         moments = np.zeros((0, 1, 1))
         if data.queries is not None:
             layer_shape = layout.shape.layer(index)
             positions = jnp.arange(data.size[1])[None]
-            q = ready_queries(jnp.asarray(data.queries[index][rows]), positions, layer_shape)
+            q = ready_queries(jnp.asarray(data.queries[index][row]), positions, layer_shape)
             moments = query_moments(q[0], layer_shape)
         return Row(k[0], v[0], moments, None)
 
     def outputs(index: int):
         return np.zeros((0, 1)) if data.outputs is None else data.outputs[index]
 
-    return Layers(layout, np.zeros((*data.size, 0), np.float32), read, outputs, "", data.parts)
+    h = np.zeros((*data.size, 0), np.float32)
+    return Layers(layout, h, read, outputs, "", data.parts)
 
 
 # --- Layer after layer
@@ -202,10 +212,13 @@ class _Task(NamedTuple):
 def _prepare(data: Layers, recipe: Recipe) -> _Task:
     """Describe one calibration. Raises UserError for layers of other methods and for sequences that
     are too short."""
-    method, shape, size = data.layout.method, data.layout.shape, data.h.shape[:2]
-    layers = tuple(
-        layer.sized(shape) for layer in method.layers(shape) if isinstance(layer, AquaLayer)
-    )
+    method = data.layout.method
+    shape = data.layout.shape
+    size = data.h.shape[:2]
+    layers = []
+    for layer in method.layers(shape):
+        if isinstance(layer, AquaLayer):
+            layers.append(layer.sized(shape))
     if len(layers) != shape.num_layers:
         raise UserError(
             f"{method}: AQUA-KV's calibration needs AQUA-KV in every layer; keep layers exact by exact=3+7"
@@ -213,47 +226,45 @@ def _prepare(data: Layers, recipe: Recipe) -> _Task:
     first = layers[0]
     # Sinks at the start and the window at the end of a sequence are never encoded. The rest is
     # encoded in whole units.
-    start, spare = (method.sinks, first.window) if recipe.body_only else (0, 0)
-    length = (size[1] - start - spare) // first.unit * first.unit
+    start = method.sinks if recipe.body_only else 0
+    spare = first.window if recipe.body_only else 0
+    units = (size[1] - start - spare) // first.unit
+    length = units * first.unit
     if length < 1:
         least = start + spare + first.unit
         raise UserError(
             f"calibration tokens are {size}; wanted [sequences, {least} tokens or more]"
         )
-    return _Task(data, layers, recipe, slice(start, start + length))
+    return _Task(data, tuple(layers), recipe, slice(start, start + length))
 
 
 def _fresh_state(task: _Task) -> dict:
     """Make the state before the first layer. Its arrays have their final shapes, as a state on disk
     needs."""
-    shape, h = task.data.layout.shape, task.data.h
+    shape = task.data.layout.shape
+    h = task.data.h
     length = task.span.stop - task.span.start
 
     def pair(rows: int) -> dict[str, np.ndarray]:
-        return {name: np.zeros((rows, length, shape.kv_width), np.float32) for name in ("k", "v")}
+        size = (rows, length, shape.kv_width)
+        return {"k": np.zeros(size, np.float32), "v": np.zeros(size, np.float32)}
 
-    def blank(name: str, size: tuple[int, ...]) -> np.ndarray:
-        return np.zeros(size, np.uint32 if name == "codes" else np.float32)
+    def blank(layer: AquaLayer, source: str) -> dict[str, np.ndarray]:
+        arrays = {}
+        for name, size in layer.needs(source, shape.kv_width).items():
+            arrays[name] = np.zeros(size, np.uint32 if name == "codes" else np.float32)
+        return arrays
 
-    constants = []
-    for layer in task.layers:
-        needs = {source: layer.needs(source, shape.kv_width) for source in ("k", "v")}
-        constants.append(
-            {
-                source: {name: blank(name, size) for name, size in sizes.items()}
-                for source, sizes in needs.items()
-            }
-        )
-    below = pair(len(h))
+    below = pair(len(h))  # there is nothing below the first layer: zeros
     return {
         "done": np.int64(0),
         "h": h,
-        "recon": below,  # reconstructions of the layer below
-        "constants": constants,
+        # Reconstructions of the layer below.
+        "recon": below,
+        "constants": [{"k": blank(layer, "k"), "v": blank(layer, "v")} for layer in task.layers],
         "measures": np.zeros((shape.num_layers, 2, len(MEASURES))),
-        "exact": below
-        if task.recipe.clean
-        else pair(0),  # exact keys and values of the layer below, for a clean fit
+        # Exact keys and values of the layer below, for a clean fit.
+        "exact": below if task.recipe.clean else pair(0),
     }
 
 
@@ -270,14 +281,15 @@ def _costs(
 
 
 def _advance_layer(task: _Task, state: dict) -> dict:
-    """Fit one more layer, and give the state after it."""
+    """Fit one more layer, and return the state after it."""
     index = int(state["done"])
     h = np.empty_like(state["h"])  # the input of the layer above
     exact = {name: np.empty_like(x) for name, x in state["recon"].items()}
     moments = []
     for i in range(len(h)):
         row = task.data.read(index, i, state["h"][i : i + 1])
-        exact["k"][i], exact["v"][i] = row.k[task.span], row.v[task.span]
+        exact["k"][i] = row.k[task.span]
+        exact["v"][i] = row.v[task.span]
         moments.append(np.asarray(row.moments, np.float64))
         if row.above is not None:
             h[i] = row.above[0]
@@ -302,10 +314,13 @@ def _advance_layer(task: _Task, state: dict) -> dict:
 def _stacked(shape: KVShape, method: Method, constants: list[dict], dtype) -> tuple[dict, ...]:
     """Stack constants by runs of layers, in the dtypes of a model, without sources that need
     none."""
-    of_layers = [
-        {source: cast(arrays, dtype) for source, arrays in layer.items() if arrays}
-        for layer in constants
-    ]
+    of_layers = []
+    for layer in constants:
+        of_sources = {}
+        for source, arrays in layer.items():
+            if arrays:
+                of_sources[source] = cast(arrays, dtype)
+        of_layers.append(of_sources)
     return by_run(method, shape, of_layers)
 
 
@@ -315,9 +330,10 @@ def _report(measures: np.ndarray) -> list[dict]:
     rows = []
     for layer, sources in enumerate(measures):
         for source, values in zip(("k", "v"), sources, strict=True):
-            by_name = zip(MEASURES, values, strict=True)
-            plain = {name: None if np.isnan(value) else float(value) for name, value in by_name}
-            rows.append({"layer": layer, "source": source} | plain)
+            row: dict[str, Any] = {"layer": layer, "source": source}
+            for name, value in zip(MEASURES, values, strict=True):
+                row[name] = None if np.isnan(value) else float(value)
+            rows.append(row)
     return rows
 
 
@@ -331,10 +347,11 @@ def work(model: Model, method: Method, count: int, length: int) -> float:
         moments = 2 * (inputs + width) * inputs  # X^T X and X^T Y, per row
         prediction = 2 * inputs * width
         of_layer += rows * (moments + prediction)
-    return count * prompt_operations(model.config, 0, length) + model.config.num_layers * of_layer
+    exact_passes = count * prompt_operations(model.config, 0, length)
+    return exact_passes + model.config.num_layers * of_layer
 
 
-# --- The doors
+# --- Calibrations of a model, of tensors, and from released predictors
 
 
 def calibrate(model: Model, method: Method, tokens: Int[np.ndarray, "N T"], **options) -> Artifact:
@@ -372,15 +389,20 @@ def fit(
         UserError: for a method with layers other than AQUA-KV's, and for sequences that are too
             short.
     """
-    task, method, shape = _prepare(data, recipe), data.layout.method, data.layout.shape
+    task = _prepare(data, recipe)
+    method = data.layout.method
+    shape = data.layout.shape
     owner = identity(data.fingerprint, repr(method), repr(recipe), *data.parts)
     step = functools.partial(_advance_layer, task)
     progress = stepped(_fresh_state(task), shape.num_layers, step, state, owner, advance)
-    about = {"sequences": data.h.shape[0], "tokens": data.h.shape[1], **dataclasses.asdict(recipe)}
-    about |= {"report": _report(progress["measures"])}
-    return Artifact(
-        method, _stacked(shape, method, progress["constants"], task.dtype), data.fingerprint, about
-    )
+    constants = _stacked(shape, method, progress["constants"], task.dtype)
+    about = {
+        "sequences": data.h.shape[0],
+        "tokens": data.h.shape[1],
+        **dataclasses.asdict(recipe),
+        "report": _report(progress["measures"]),
+    }
+    return Artifact(method, constants, data.fingerprint, about)
 
 
 def released(arrays: dict[str, np.ndarray], model: Model, method: MethodLike) -> Artifact:
@@ -401,10 +423,11 @@ def released(arrays: dict[str, np.ndarray], model: Model, method: MethodLike) ->
             layers.
     """
     method = parse(method)
-    layers: tuple[Any, ...] = method.layers(model.config)
+    config = model.config
+    layers: tuple[Any, ...] = method.layers(config)
     if not all(isinstance(layer, AquaLayer) for layer in layers):
         raise UserError(f"{method}: predictors were released for AQUA-KV; wanted it in every layer")
-    if model.config.known_key_bias and any(layer.unbiased for layer in layers):
+    if config.known_key_bias and any(layer.unbiased for layer in layers):
         raise UserError(
             f"{method}: released predictors see keys with the model's bias; say centre=none or centre=mean"
         )
@@ -412,17 +435,20 @@ def released(arrays: dict[str, np.ndarray], model: Model, method: MethodLike) ->
     for index, layer in enumerate(layers):
         constants.append({"k": {}, "v": {}})
         for source, prefix in (("k", "key_predictors"), ("v", "value_predictors")):
-            for name, shape in layer.needs(source, model.config.kv_width).items():
-                key = f"{prefix}.{index}.{name}"
+            for name, shape in layer.needs(source, config.kv_width).items():
                 if name not in ("weight", "bias"):
                     raise UserError(
-                        f"{method}: only linear predictors were released; {key} has no counterpart"
+                        f"{method}: only linear predictors were released; {prefix}.{index}.{name} "
+                        "has no counterpart"
                     )
+                key = f"{prefix}.{index}.{name}"
                 # PyTorch's weight is [O, I], ours [I, O].
-                array = np.asarray(arrays[key], np.float32).T if key in arrays else None
-                if array is None or array.shape != shape:
-                    shape_text = "nothing" if array is None else f"{array.shape[::-1]}"
-                    raise UserError(f"{key}: wanted an array {shape[::-1]}, got {shape_text}")
-                constants[index][source][name] = array
-    stacked = _stacked(model.config, method, constants, model.params["embed"].dtype)
+                stored_shape = shape[::-1]
+                if key not in arrays:
+                    raise UserError(f"{key}: wanted an array {stored_shape}, got nothing")
+                array = np.asarray(arrays[key], np.float32)
+                if array.shape != stored_shape:
+                    raise UserError(f"{key}: wanted an array {stored_shape}, got {array.shape}")
+                constants[index][source][name] = array.T
+    stacked = _stacked(config, method, constants, model.params["embed"].dtype)
     return Artifact(method, stacked, model.fingerprint, {"source": "released predictors"})

@@ -10,6 +10,8 @@ disk after every layer. So a calibration that continues from its state ends with
 """
 
 import dataclasses
+import itertools
+import operator
 from collections.abc import Callable
 from pathlib import Path
 
@@ -34,10 +36,8 @@ from kvqjax.model.config import KVShape
 from kvqjax.model.loading import Model
 
 # For small models; the paper takes 1024 documents of up to 8192 tokens.
-DEFAULT_SEQUENCES, DEFAULT_LENGTH = (
-    32,
-    512,
-)
+DEFAULT_SEQUENCES = 32
+DEFAULT_LENGTH = 512
 REPORTS = 10  # reports of a value encoder's training
 
 
@@ -63,30 +63,43 @@ class Recipe:
 
 
 def _fit_keys(key, k, spec, recipe: Recipe, sinks: int, tell):
-    """Fit the codebook of one layer. Also give for each round the error, a mean over groups, and
-    the largest number of iterations of a group."""
+    """Fit the codebook of one layer.
+
+    Returns:
+        The codebook, and for each round the error, a mean over groups, and the largest number of
+        iterations of a group.
+    """
     k = k[:, sinks:].reshape(-1, k.shape[-1])
-    chosen = np.linspace(0, len(k) - 1, min(recipe.key_tokens, len(k))).astype(int)
+    count = min(recipe.key_tokens, len(k))
+    evenly_spaced = np.linspace(0, len(k) - 1, count).astype(int)
     rounds = []
 
     def report(index, fit):
-        error, iterations = float(fit.error.mean()), int(fit.steps.max())
+        error = float(fit.error.mean())
+        iterations = int(fit.steps.max())
         rounds.append((error, iterations))
         tell(f"keys, round {index + 1}: error {error:.4g} after {iterations} iterations")
 
-    return fit_keys(key, k[chosen], spec, recipe.keys, report), rounds
+    codebook = fit_keys(key, k[evenly_spaced], spec, recipe.keys, report)
+    return codebook, rounds
 
 
 def _fit_values(key, data: Activations, spec, settings: ValueSettings, tell, shape: KVShape):
-    """Train one layer's value codec. Give its constants, and (loss, plain error) averaged over each
-    part of the training."""
+    """Train one layer's value codec.
+
+    Returns:
+        Its constants, and (loss, plain error) averaged over each part of the training.
+    """
     start_key, run_key = jax.random.split(key)
     state = values.start(start_key, data.v, spec, settings)
     attention = values.Seen(shape.window, shape.softcap, shape.common_chunked)
     losses = []
     for index in range(REPORTS):
-        count = settings.steps * (index + 1) // REPORTS - settings.steps * index // REPORTS
-        state, means = values.train(run_key, state, data, settings, jnp.int32(count), attention)
+        # Parts differ by one step where REPORTS does not divide the steps.
+        first = settings.steps * index // REPORTS
+        stop = settings.steps * (index + 1) // REPORTS
+        count = jnp.int32(stop - first)
+        state, means = values.train(run_key, state, data, settings, count, attention)
         loss, error = np.asarray(means, float).tolist()
         losses.append((loss, error))
         tell(f"values, step {int(state.step)}: loss {loss:.4g}, error {error:.4g}")
@@ -96,51 +109,52 @@ def _fit_values(key, data: Activations, spec, settings: ValueSettings, tell, sha
 def _fresh_state(data: Layers, layers) -> dict:
     """Make the state before the first layer. Its arrays have their final shapes, as a state on disk
     needs."""
-    constants, reports = [], []
+    constants = []
+    reports = []
     for number, layer in enumerate(layers):
         if not isinstance(layer, CommVQLayer):
             constants.append({})
             reports.append({"keys": np.zeros((0, 2)), "values": np.zeros((0, 2))})
             continue
-        codecs = layer.build(data.shape.layer(number)).storage.codecs
-        constants.append(
-            {
-                source: {name: np.zeros(size, np.float32) for name, size in codec.needs.items()}
-                for source, codec in codecs.items()
-            }
-        )
+        blank = {}
+        for source, codec in layer.build(data.shape.layer(number)).storage.codecs.items():
+            sizes = codec.needs.items()
+            blank[source] = {name: np.zeros(size, np.float32) for name, size in sizes}
+        constants.append(blank)
         rounds = layer.key(data.shape).rounds
         reports.append({"keys": np.zeros((rounds, 2)), "values": np.zeros((REPORTS, 2))})
     return {"done": np.int64(0), "h": data.h, "constants": constants, "reports": reports}
 
 
 def _advance_layer(data: Layers, method: Method, state: dict, recipe: Recipe, tell) -> dict:
-    """Calibrate one more layer, and give the state after it."""
+    """Calibrate one more layer, and return the state after it."""
     index = int(state["done"])
     layer = method.layers(data.shape)[index]
     k, activations, h = data.read(index, state["h"])
-    constants, reports = list(state["constants"]), list(state["reports"])
+    constants = list(state["constants"])
+    reports = list(state["reports"])
     if isinstance(layer, CommVQLayer):
-        em_key, training_key = jax.random.split(
-            jax.random.fold_in(jax.random.key(recipe.seed), index)
-        )
-        book, rounds = _fit_keys(em_key, k, layer.key(data.shape), recipe, method.sinks, tell)
-        learnt, losses = _fit_values(
+        layer_key = jax.random.fold_in(jax.random.key(recipe.seed), index)
+        em_key, training_key = jax.random.split(layer_key)
+        codebook, rounds = _fit_keys(em_key, k, layer.key(data.shape), recipe, method.sinks, tell)
+        value_constants, losses = _fit_values(
             training_key, activations, layer.value(), recipe.values, tell, data.shape.layer(index)
         )
-        constants[index] = jax.tree.map(np.asarray, {"k": {"codebook": book}, "v": learnt})
+        learnt = {"k": {"codebook": codebook}, "v": value_constants}
+        constants[index] = jax.tree.map(np.asarray, learnt)
         reports[index] = {"keys": np.asarray(rounds, float), "values": np.asarray(losses, float)}
     return {"h": np.asarray(h, np.float32), "constants": constants, "reports": reports}
 
 
-# --- The doors
+# --- Calibrations of a model and of tensors
 
 
 def work(model: Model, method: Method, count: int, length: int) -> float:
     """Count the floating point operations that `calibrate` takes at least on `count` sequences of
     `length` tokens. They are an exact pass, and for each layer a training and EM whose rounds all
     end as early as they may."""
-    recipe, config = Recipe(), model.config
+    recipe = Recipe()
+    config = model.config
     layers = [layer for layer in method.layers(config) if isinstance(layer, CommVQLayer)]
     key_tokens = min(recipe.key_tokens, count * length)
     em = sum(em_work(layer.key(config), config, key_tokens, recipe.keys) for layer in layers)
@@ -161,9 +175,8 @@ def fit_captured(
     Without queries the value encoders learn from errors of the values alone."""
     recipe = recipe or Recipe()
     if data.queries is None:
-        recipe = dataclasses.replace(
-            recipe, values=dataclasses.replace(recipe.values, attention=0.0)
-        )
+        plain = dataclasses.replace(recipe.values, attention=0.0)
+        recipe = dataclasses.replace(recipe, values=plain)
     return fit(of_captured(data, method), method, recipe=recipe, **options)
 
 
@@ -195,11 +208,10 @@ def fit(
     """
     layers = method.layers(data.shape)
     count, length = data.h.shape[:2]
-    # How often `advance` is called for every layer.
-    steps = [
-        layer.key(data.shape).rounds + REPORTS if isinstance(layer, CommVQLayer) else 0
-        for layer in layers
-    ]
+    steps = []  # how often `advance` is called for every layer
+    for layer in layers:
+        is_fitted = isinstance(layer, CommVQLayer)
+        steps.append(layer.key(data.shape).rounds + REPORTS if is_fitted else 0)
     if not sum(steps):
         raise UserError(f"{method}: has no layer of CommVQ to calibrate")
     if count * (length - method.sinks) < recipe.keys.batch:
@@ -210,7 +222,8 @@ def fit(
 
     def step(progress):
         index = int(progress["done"])
-        next_numbers = iter(range(sum(steps[:index]) + 1, sum(steps) + 1))
+        # A calibration that continues counts the layers before it.
+        next_numbers = itertools.count(sum(steps[:index]) + 1)
 
         def tell(text):
             note(f"layer {index}: {text}")
@@ -219,10 +232,7 @@ def fit(
         return _advance_layer(data, method, progress, recipe, tell)
 
     progress = stepped(_fresh_state(data, layers), len(layers), step, state, owner)
+    constants = by_run(method, data.shape, progress["constants"])
     about = {"sequences": count, "tokens": length, **dataclasses.asdict(recipe)}
-    about["layers"] = [
-        {name: rows.tolist() for name, rows in report.items()} for report in progress["reports"]
-    ]
-    return Artifact(
-        method, by_run(method, data.shape, progress["constants"]), data.fingerprint, about
-    )
+    about["layers"] = jax.tree.map(operator.methodcaller("tolist"), progress["reports"])
+    return Artifact(method, constants, data.fingerprint, about)

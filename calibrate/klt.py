@@ -44,7 +44,8 @@ from kvqjax.model.loading import Model
 from kvqjax.model.rope import rotate, unrotated
 
 # 16384 tokens: the covariance of 1024 channels has a million entries.
-DEFAULT_SEQUENCES, DEFAULT_LENGTH = 16, 1024
+DEFAULT_SEQUENCES = 16
+DEFAULT_LENGTH = 1024
 DISTANCES = 64  # between queries and keys, over which the cost of a key's error is averaged
 DAMPING = 1e-3  # of the regression of values, relative to the mean of its diagonal
 # The share of the largest eigenvalue below which an eigenvalue is only a rounding error.
@@ -54,8 +55,10 @@ FLOOR = 1e-6
 def work(model: Model, method: Method, count: int, length: int) -> float:
     """Count the floating point operations of `calibrate` on `count` sequences of `length` tokens,
     covariances included."""
-    covariances = 4 * model.config.kv_width**2 * model.config.num_layers
-    return count * prompt_operations(model.config, 0, length) + float(count * length * covariances)
+    # Keys and values, a multiplication and an addition for each entry of x x^T.
+    per_token = 4 * model.config.kv_width**2 * model.config.num_layers
+    exact_passes = count * prompt_operations(model.config, 0, length)
+    return exact_passes + float(count * length * per_token)
 
 
 def calibrate(model: Model, method: Method, tokens: Int[np.ndarray, "N T"], **options) -> Artifact:
@@ -81,11 +84,16 @@ def covariance_of(
     x: Float[Array | np.ndarray, "N T W"],
 ) -> tuple[Float[np.ndarray, " W"], Float[np.ndarray, "W W"]]:
     """Compute mean and covariance over all tokens, float64."""
-    sums, squares = zip(*(_moments(row) for row in x), strict=True)
+    width = x.shape[2]
+    total = np.zeros(width)
+    squares = np.zeros((width, width))
+    for sequence in x:
+        sequence_sum, sequence_squares = _moments(sequence)
+        total += np.asarray(sequence_sum, np.float64)
+        squares += np.asarray(sequence_squares, np.float64)
     count = x.shape[0] * x.shape[1]
-    mean = np.sum([np.asarray(a, np.float64) for a in sums], 0) / count
-    square = np.sum([np.asarray(a, np.float64) for a in squares], 0) / count
-    return mean, square - np.outer(mean, mean)
+    mean = total / count
+    return mean, squares / count - np.outer(mean, mean)
 
 
 @functools.partial(jax.jit, static_argnames="shape")
@@ -125,14 +133,15 @@ def key_costs(
 
     def turned(rows: np.ndarray) -> np.ndarray:
         """Rotate vectors [K, D, D] by every distance: [n, K, D, D]."""
+        # `rotate` takes a token's heads: here K * D vectors at the place of each distance.
         flat = jnp.asarray(rows, jnp.float32).reshape(1, -1, rows.shape[-1])
         flat = jnp.broadcast_to(flat, (len(distances), *flat.shape[1:]))
-        return np.asarray(rotate(flat, jnp.asarray(distances), shape), np.float64).reshape(
-            -1, *rows.shape
-        )
+        rotated = rotate(flat, jnp.asarray(distances), shape)
+        return np.asarray(rotated, np.float64).reshape(-1, *rows.shape)
 
     rotations = turned(np.broadcast_to(np.eye(shape.head_dim), moments.shape))  # row i is R e_i
-    means = (np.swapaxes(rotations, -1, -2) @ moments @ rotations).mean(0)
+    rotated_moments = np.swapaxes(rotations, -1, -2) @ moments @ rotations
+    means = rotated_moments.mean(0)
     costs = np.zeros((shape.kv_width, shape.kv_width))
     for head, block in enumerate(means):
         channels = slice(head * shape.head_dim, (head + 1) * shape.head_dim)
@@ -142,7 +151,8 @@ def key_costs(
 
 def value_costs(outputs: Float[np.ndarray, "HD E"], shape: KVShape) -> Float[np.ndarray, "W W"]:
     """Compute the values' M from the output projection."""
-    width, dim = shape.kv_width, shape.head_dim
+    width = shape.kv_width
+    dim = shape.head_dim
     heads = outputs.astype(np.float64).reshape(shape.num_kv_heads, -1, dim, outputs.shape[-1])
     costs = np.zeros((width, width))
     for number, group in enumerate(heads):
@@ -168,7 +178,8 @@ def transform_of(
     # M^1/2 x is the vector whose plain squared error is the cost.
     eigenvalues, basis = np.linalg.eigh(costs)
     root = np.sqrt(np.maximum(eigenvalues, FLOOR * eigenvalues[-1]))
-    half, inverse = (basis * root) @ basis.T, (basis / root) @ basis.T  # M^1/2 and M^-1/2
+    half = (basis * root) @ basis.T  # M^1/2
+    inverse = (basis / root) @ basis.T  # M^-1/2
     # Its principal components are the coefficients, each divided by its standard deviation.
     variance, vectors = np.linalg.eigh(half @ covariance @ half)
     largest = np.argsort(-variance, kind="stable")[:kept]
@@ -194,12 +205,16 @@ def constants_of(
     """
     mean, covariance = covariance_of(x)
     groups, size, kept = needs["into"]
-    pairs = []
+    into = []
+    back = []
     for group in range(groups):
         channels = slice(group * size, (group + 1) * size)
-        pairs.append(transform_of(covariance[channels, channels], costs[channels, channels], kept))
-    into, back = (np.stack(matrices) for matrices in zip(*pairs, strict=True))
-    arrays = {"mean": mean, "into": into, "back": back}
+        group_into, group_back = transform_of(
+            covariance[channels, channels], costs[channels, channels], kept
+        )
+        into.append(group_into)
+        back.append(group_back)
+    arrays = {"mean": mean, "into": np.stack(into), "back": np.stack(back)}
     return {name: array.astype(np.float32) for name, array in arrays.items()}
 
 
@@ -230,11 +245,13 @@ def fitted_values(
     # Means are taken off first: the products of one sequence are float32 sums.
     z = z - z.mean((0, 1), dtype=np.float64).astype(np.float32)
     values = values - values.mean((0, 1), dtype=np.float64).astype(np.float32)
-    products = [_products(*rows) for rows in zip(z, values, strict=True)]
-    squares, mixed = (
-        np.sum([np.asarray(part, np.float64) for part in parts], 0)
-        for parts in zip(*products, strict=True)
-    )
+    groups, width = values.shape[2:]
+    squares = np.zeros((groups, kept, kept))
+    mixed = np.zeros((groups, kept, width))
+    for sequence_z, sequence_values in zip(z, values, strict=True):
+        sequence_squares, sequence_mixed = _products(sequence_z, sequence_values)
+        squares += np.asarray(sequence_squares, np.float64)
+        mixed += np.asarray(sequence_mixed, np.float64)
     damping = DAMPING * np.trace(squares, axis1=1, axis2=2) / kept
     return np.linalg.solve(squares + damping[:, None, None] * np.eye(kept), mixed)
 
@@ -261,45 +278,46 @@ def fit(
     Raises:
         UserError: sequences that are no longer than the sinks.
     """
-    shape, sinks = data.shape, method.sinks
+    shape = data.shape
+    sinks = method.sinks
     if data.h.shape[1] <= sinks:
         raise UserError(
             f"calibration tokens are {data.h.shape[:2]}; wanted [sequences, more than {sinks} tokens]"
         )
     runs = runs_for(method, shape)
-    run_of = {number: run for run in runs for number in range(run.first, run.first + run.count)}
-    coders = {
-        run.first: _coder(codec.encode, codec.decode, codec.unit)
-        for run in runs
-        if (codec := run.wiring.storage.codecs.get("k"))
-    }
+    run_of = {}
+    coders = {}  # by the run's first layer
+    for run in runs:
+        for number in range(run.first, run.first + run.count):
+            run_of[number] = run
+        codec = run.wiring.storage.codecs.get("k")
+        if codec is not None:
+            coders[run.first] = _coder(codec.encode, codec.decode, codec.unit)
     owner = identity(data.fingerprint, repr(method), *data.parts)
     # The state between two layers: "h", the input of the next layer, and "LAYER.SOURCE.NAME", the
     # constants.
     start = {"done": np.int64(0), "h": data.h}
     for number, run in run_of.items():
         for source, needs in run.wiring.wanted().items():
-            start |= {
-                f"{number}.{source}.{name}": np.zeros(size, np.float32)
-                for name, size in needs.items()
-            }
+            for name, size in needs.items():
+                start[f"{number}.{source}.{name}"] = np.zeros(size, np.float32)
 
     def step(progress):
         number = int(progress["done"])
-        keys, seen, above = data.read(number, progress["h"])
-        body = {
-            "k": np.asarray(keys, np.float32)[:, sinks:],
-            "v": np.asarray(seen.v, np.float32)[:, sinks:],
-        }
-        body = {name: x.reshape(*x.shape[:2], -1) for name, x in body.items()}
+        run = run_of[number]
         layer_shape = shape.layer(number)
+        keys, seen, above = data.read(number, progress["h"])
+        body = {}
+        for source, x in (("k", keys), ("v", seen.v)):
+            tokens = np.asarray(x, np.float32)[:, sinks:]
+            body[source] = tokens.reshape(*tokens.shape[:2], -1)  # heads side by side
         moments = [np.asarray(query_moments(q, layer_shape), np.float64) for q in seen.q]
         costs = costs_of(np.mean(moments, 0), seen.o, layer_shape, data.h.shape[1])
-        run = run_of[number]
         constants = _fit_layer(run.wiring.wanted(), coders.get(run.first), body, costs)
         new = {"h": np.asarray(above, np.float32)}
         for source, arrays in constants.items():
-            new |= {f"{number}.{source}.{name}": array for name, array in arrays.items()}
+            for name, array in arrays.items():
+                new[f"{number}.{source}.{name}"] = array
         return progress | new
 
     progress = stepped(start, shape.num_layers, step, state, owner, advance)
@@ -325,22 +343,24 @@ def _fit_layer(
     constants = {}
     # Keys come first in `needs`: values are fitted to their codes.
     for source in sorted(needs):
-        x, fitted = body[source], {}
+        x = body[source]
+        from_keys = {}
         if "from_keys" in needs[source]:
-            arrays = {name: jnp.asarray(array) for name, array in constants["k"].items()}
             assert code is not None
+            arrays = {name: jnp.asarray(array) for name, array in constants["k"].items()}
             z = np.stack([code(arrays, row) for row in body["k"]])
-            fitted["from_keys"] = fitted_values(z, x).astype(np.float32)
-            predicted = np.asarray(times(jnp.asarray(z), jnp.asarray(fitted["from_keys"])))
+            matrix = fitted_values(z, x).astype(np.float32)
+            predicted = np.asarray(times(jnp.asarray(z), jnp.asarray(matrix)))
             x = x - predicted.reshape(x.shape)
-        constants[source] = constants_of(x, costs[source], needs[source]) | fitted
+            from_keys["from_keys"] = matrix
+        constants[source] = constants_of(x, costs[source], needs[source]) | from_keys
     return constants
 
 
 @functools.lru_cache(maxsize=32)
 def _coder(encode: Callable, decode: Callable, unit: int) -> Callable:
-    """Make the program that encodes keys [T, W] by a codec of their own constants, and gives the
-    coefficients [T, G, R] that the codes stand for. One serves all layers, and all calls."""
+    """Make the program that encodes keys [T, W], and returns the coefficients [T, G, R] that the
+    codes stand for. Constants are its argument, so that one program serves all layers and calls."""
 
     @jax.jit
     def coded(constants: dict[str, Array], keys: Float[Array, "T W"]) -> Float[Array, "T G R"]:
@@ -357,14 +377,13 @@ def _coder(encode: Callable, decode: Callable, unit: int) -> Callable:
 def _stacked(run: RunLayout, progress: dict) -> dict:
     """Stack the constants of the layers of a run."""
     layers = range(run.first, run.first + run.count)
-
-    def stacked(source: str, name: str) -> Array:
-        return jnp.asarray(np.stack([progress[f"{number}.{source}.{name}"] for number in layers]))
-
-    wanted = run.wiring.wanted()
-    return {
-        source: {name: stacked(source, name) for name in needs} for source, needs in wanted.items()
-    }
+    constants: dict[str, dict[str, Array]] = {}
+    for source, needs in run.wiring.wanted().items():
+        constants[source] = {}
+        for name in needs:
+            arrays = [progress[f"{number}.{source}.{name}"] for number in layers]
+            constants[source][name] = jnp.asarray(np.stack(arrays))
+    return constants
 
 
 def costs_of(

@@ -16,6 +16,7 @@ A module of a calibration has these names:
 
 import dataclasses
 import importlib
+import operator
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -37,7 +38,7 @@ from kvqjax.methods.spec import LayerSpec
 from kvqjax.model.config import KVShape
 
 EXACT = KeysAndValues(key=Exact(), value=Exact())
-Asked = dict[str, Fit]  # source, or "" for a whole layer -> the fit of its constants
+Fits = dict[str, Fit]  # source, or "" for a whole layer -> the fit of its constants
 
 
 class Part(NamedTuple):
@@ -75,19 +76,21 @@ def captured_fitter(fit: Fit, method: Method) -> Callable[..., Artifact]:
 
 
 def _uncovered(fits: Sequence[Fit]) -> tuple[Fit, ...]:
-    """Leave out fits whose constants another one of `fits` finds as well."""
+    """Drop repeated fits, and fits whose constants another one of `fits` finds as well."""
     covered = {module for fit in fits for module in fit.also}
     return tuple(fit for fit in dict.fromkeys(fits) if fit.module not in covered)
 
 
-def _fits_of(method: Method, run: RunLayout, spec: LayerSpec) -> Asked:
+def _fits_of(method: Method, run: RunLayout, spec: LayerSpec) -> Fits:
     """Find the fits of one run of layers. Raises UserError where a layer that is no `Pair` needs
     more than one."""
     if isinstance(spec, Pair):
-        codecs = run.wiring.storage.codecs.items()
-        return {
-            source: codec.fit for source, codec in codecs if codec.needs and codec.fit is not None
-        }
+        # Keys and values of a `Pair` are coded independently, so each has a fit of its own.
+        by_source = {}
+        for source, codec in run.wiring.storage.codecs.items():
+            if codec.needs and codec.fit is not None:
+                by_source[source] = codec.fit
+        return by_source
     fits = _uncovered(run.wiring.fits())
     if len(fits) > 1:
         names = " and ".join(fit.module for fit in fits)
@@ -97,54 +100,63 @@ def _fits_of(method: Method, run: RunLayout, spec: LayerSpec) -> Asked:
     return {"": fits[0]} if fits else {}
 
 
-def _by_layer(method: Method, shape: KVShape) -> list[Asked]:
+def _by_layer(method: Method, shape: KVShape) -> list[Fits]:
     """List the fits of every layer. If one fit of the method finds another one's constants as well,
     it replaces it."""
     specs = method.layers(shape)
     by_layer = []
     for run in runs_for(method, shape):
         by_layer += [_fits_of(method, run, specs[run.first])] * run.count
-    all_fits = [fit for layer in by_layer for fit in layer.values()]
-
-    def replacement(fit: Fit) -> Fit:
-        return next((candidate for candidate in all_fits if fit.module in candidate.also), fit)
-
-    return [{part: replacement(fit) for part, fit in layer.items()} for layer in by_layer]
+    replacement: dict[str, Fit] = {}  # by the module that it replaces
+    for layer in by_layer:
+        for fit in layer.values():
+            for module in fit.also:
+                replacement.setdefault(module, fit)
+    replaced = []
+    for layer in by_layer:
+        replaced.append({part: replacement.get(fit.module, fit) for part, fit in layer.items()})
+    return replaced
 
 
 def needed(method: Method, shape: KVShape) -> tuple[Fit, ...]:
-    """List the fits of a method, each once and in the order of layers; () for methods without
-    constants."""
-    return tuple(dict.fromkeys(fit for layer in _by_layer(method, shape) for fit in layer.values()))
+    """List the fits of a method, each once and in the order of layers. Methods without constants
+    have ()."""
+    fits: dict[Fit, None] = {}
+    for layer in _by_layer(method, shape):
+        fits |= dict.fromkeys(layer.values())
+    return tuple(fits)
 
 
 def divided(method: Method, shape: KVShape) -> list[Part]:
     """Divide a method among the modules that calibrate it."""
-    by_layer, specs = _by_layer(method, shape), method.layers(shape)
-    shares = dict.fromkeys((fit, part) for layer in by_layer for part, fit in layer.items())
-    if [part for _, part in shares] == [
-        ""
-    ]:  # one module for whole layers takes the method as it is
+    by_layer = _by_layer(method, shape)
+    specs = method.layers(shape)
+    shares: dict[tuple[Fit, str], list[int]] = {}  # fit and part -> the layers that have them
+    for number, layer in enumerate(by_layer):
+        for part, fit in layer.items():
+            shares.setdefault((fit, part), []).append(number)
+    if [part for _, part in shares] == [""]:
+        # One module for whole layers takes the method as it is.
         ((fit, _),) = shares
         return [Part(fit, method, dict.fromkeys(range(len(specs)), ""))]
-
-    def share(fit: Fit, part: str) -> Part:
-        numbers = [number for number, layer in enumerate(by_layer) if layer.get(part) == fit]
-        layers = [
-            _part_of(specs[number], part) if number in numbers else EXACT
-            for number in range(len(specs))
-        ]
-        partial = dataclasses.replace(
+    parts = []
+    for (fit, part), numbers in shares.items():
+        layers: list[LayerSpec] = [EXACT] * len(specs)
+        for number in numbers:
+            layers[number] = _part_of(specs[number], part)
+        # `overrides` name every layer, boundary layers included.
+        part_method = dataclasses.replace(
             method, layer=EXACT, overrides=tuple(enumerate(layers)), keep=None, boundary=0
         )
-        return Part(fit, partial, dict.fromkeys(numbers, part))
-
-    return [share(fit, part) for fit, part in shares]
+        parts.append(Part(fit, part_method, dict.fromkeys(numbers, part)))
+    return parts
 
 
 def _part_of(spec: LayerSpec, part: str) -> LayerSpec:
-    """Give the layer of a `Pair`'s keys ("k") or values ("v"); for "" the layer itself."""
-    return getattr(spec, {"k": "key", "v": "value"}[part]) if part else spec
+    """Return the layer of a `Pair`'s keys ("k") or values ("v"); for "" the layer itself."""
+    if not part:
+        return spec
+    return getattr(spec, {"k": "key", "v": "value"}[part])
 
 
 def calibrated(
@@ -154,7 +166,7 @@ def calibrated(
     state: Path | None,
     advance: Callable[[int, int], None],
 ) -> Artifact:
-    """Let `fit_part(part, state, advance)` calibrate every part of a method, and give one artifact.
+    """Let `fit_part(part, state, advance)` calibrate every part of a method, and return one artifact.
     Each part keeps its progress in a file of its own beside `state`
     (`kvqjax.calibrate.resume.forget` deletes them)."""
     parts = divided(method, shape)
@@ -170,10 +182,9 @@ def calibrated(
         part_path = None if state is None else part_state(state, number)
         artifacts.append(fit_part(part, part_path, advance_part))
     constants = tuple(_merged(run, parts, artifacts, shape) for run in runs_for(method, shape))
-    reports = [
-        {"by": part.fit.module, **artifact.about}
-        for part, artifact in zip(parts, artifacts, strict=True)
-    ]
+    reports = []
+    for part, artifact in zip(parts, artifacts, strict=True):
+        reports.append({"by": part.fit.module, **artifact.about})
     return Artifact(method, constants, artifacts[0].fingerprint, {"parts": reports})
 
 
@@ -184,14 +195,17 @@ def _merged(run: RunLayout, parts: list[Part], artifacts: list[Artifact], shape:
         if run.first not in part.groups:
             continue
         group = part.groups[run.first]
-        # In the part's method these layers may belong to a longer run, of which they are taken.
-        runs = runs_for(part.method, shape)
-        place = next(
-            n for n, part_run in enumerate(runs) if run.first < part_run.first + part_run.count
-        )
-        start = run.first - runs[place].first
-        groups = jax.tree.map(lambda x: x[start : start + run.count], artifact.constants[place])  # noqa: B023
-        constants |= {name: arrays for name, arrays in groups.items() if group in ("", name)}
+        # In the part's method these layers may belong to a longer run. They are cut out of it.
+        part_runs = runs_for(part.method, shape)
+        place = 0
+        while run.first >= part_runs[place].first + part_runs[place].count:
+            place += 1
+        start = run.first - part_runs[place].first
+        layers = operator.itemgetter(slice(start, start + run.count))
+        by_group = jax.tree.map(layers, artifact.constants[place])
+        for name, arrays in by_group.items():
+            if group in ("", name):
+                constants[name] = arrays
     return constants
 
 

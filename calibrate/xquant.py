@@ -28,7 +28,10 @@ def signed_svd(weight: Float[Array | np.ndarray, "E N"]) -> Factors:
     """Compute the economy SVD, U [E, R], S [R] and B^T [R, N], in float64. In every column of U the
     entry of the largest size is positive."""
     u, s, bt = np.linalg.svd(np.asarray(weight, np.float64), full_matrices=False)
-    sign = np.where(u[np.abs(u).argmax(0), np.arange(u.shape[1])] < 0, -1.0, 1.0)
+    columns = np.arange(u.shape[1])
+    largest = u[np.abs(u).argmax(0), columns]
+    sign = np.where(largest < 0, -1.0, 1.0)
+    # Both factors turn their sign, so that the product stays.
     return u * sign, s, bt * sign[:, None]
 
 
@@ -38,8 +41,7 @@ def _host(weight) -> np.ndarray:
 
 
 def latent_maps(weight: Float[Array | np.ndarray, "E N"]) -> dict[str, np.ndarray]:
-    """Factorise a weight: {"down": U [E, R], "up": S B^T [R, N]}, float32, with weight = down @
-    up."""
+    """Factorise a weight into down @ up: {"down": U [E, R], "up": S B^T [R, N]}, float32."""
     u, s, bt = signed_svd(_host(weight))
     return {"down": u.astype(np.float32), "up": (s[:, None] * bt).astype(np.float32)}
 
@@ -57,11 +59,16 @@ def shared_map(
     """
     joint = np.concatenate([_host(layer["k"]), _host(layer["v"])], axis=1)
     if space == "residual":
-        joint = (_host(layer["attn_norm"]) + norm_offset)[:, None] * joint
-    return {"down": signed_svd(joint)[0].astype(np.float32)}
+        # The norm comes after what is cached, so its gain belongs to the weight.
+        gain = _host(layer["attn_norm"]) + norm_offset
+        joint = gain[:, None] * joint
+    u, _, _ = signed_svd(joint)
+    return {"down": u.astype(np.float32)}
 
 
 def _layer_constants(spec: LayerSpec, params: Params, number: int, config: ModelConfig) -> dict:
+    """Compute one layer's constants. A layer of another method has none, and neither has one whose
+    inputs are cached without latents."""
     if not (isinstance(spec, LayerInput | CrossLayer) and spec.uses_latents(config)):
         return {}
     layer = decoder.layer(params, number)
@@ -70,24 +77,33 @@ def _layer_constants(spec: LayerSpec, params: Params, number: int, config: Model
     return {name: latent_maps(layer[name]) for name in ("k", "v")}
 
 
+def _stacked(shape: jax.ShapeDtypeStruct, *layers: np.ndarray) -> np.ndarray:
+    return np.stack(layers).astype(shape.dtype)
+
+
 def constants(params: Params, config: ModelConfig, method: Method) -> tuple[dict, ...]:
     """Compute what every run of XQuant's layers needs, stacked over its layers. Arrays are on the
     host, in the dtype in which a model of the params' dtype holds them. Layers that need nothing,
     or what weights alone do not tell, have {}."""
-    specs, dtype, stacks = method.layers(config), str(params["embed"].dtype), []
+    specs = method.layers(config)
+    dtype = str(params["embed"].dtype)
+    stacks = []
     for run in runs_for(method, config, dtype):
         numbers = range(run.first, run.first + run.count)
         layers = [_layer_constants(specs[run.first], params, number, config) for number in numbers]
+        # The shapes tell each constant's dtype. Constants of all layers of a run have the same names.
         shapes = run.wiring.constants(run.count, dtype) if layers[0] else {}
-        stacks.append(
-            jax.tree.map(lambda shape, *parts: np.stack(parts).astype(shape.dtype), shapes, *layers)
-        )
+        stacks.append(jax.tree.map(_stacked, shapes, *layers))
     return tuple(stacks)
 
 
 def prepared(model: Model, method: Method) -> Model:
-    """Give the model what an XQuant method needs, computed from its weights. A model that has
-    constants already stays as it is, and so does one whose method needs none. It takes seconds for
-    small models. For large ones store the artifact (`kvqjax calibrate`)."""
-    computed = () if model.constants else constants(model.params, model.config, method)
-    return model.replace(constants=jax.tree.map(jnp.asarray, computed)) if any(computed) else model
+    """Add to a model the constants that an XQuant method needs, computed from its weights. A model
+    that has constants already stays as it is, and so does one whose method needs none. It takes
+    seconds for small models. For large ones store the artifact (`kvqjax calibrate`)."""
+    if model.constants:
+        return model
+    computed = constants(model.params, model.config, method)
+    if not any(computed):
+        return model
+    return model.replace(constants=jax.tree.map(jnp.asarray, computed))

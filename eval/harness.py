@@ -50,8 +50,8 @@ def score_rows(
     layout: CacheLayout,
     chunk: int,
 ) -> tuple[Float[Array, "B N"], Bool[Array, "B N"]]:
-    """Log-probability (nats) of the token after each position of each row, and whether it is the
-    likeliest. N is T rounded up to whole chunks; entries from position `counts[b] - 1` on mean
+    """Compute the log-probability (nats) of the token after each position of each row, and whether
+    it is the likeliest. N is T rounded up to whole chunks; entries from position `counts[b] - 1` on mean
     nothing."""
 
     def score(logits, targets, valid):
@@ -92,16 +92,23 @@ class CacheLM(TemplateLM):
             raise UserError(f"chunk={chunk} and batch={batch}; at least 1 is needed")
         if cut not in SIDES:
             raise UserError(f"cut={cut!r}; known: {', '.join(SIDES)}")
-        self.model, self.method, self.chunk, self.batch = model, parse(method), chunk, batch
-        self.cut, self.kernels, self.cut_texts, self.texts = cut, kernels, 0, 0
+        self.model = model
+        self.method = parse(method)
+        self.chunk = chunk
+        self.batch = batch
+        self.cut = cut
+        self.kernels = kernels
+        self.cut_texts = 0
+        self.texts = 0
         self.max_length = max_length or model.config.max_position
         self.tokenizer = model.tokenizer
 
     def mode(self, output_type: str) -> str:
         """Name how the tokens of tasks of one of the harness's output types pass through the
         cache."""
-        exact = self.chunk is None and output_type == "generate_until"
-        return "prefill-exact" if exact else f"in-the-loop-chunk{self.chunk or SCORED_CHUNK}"
+        if self.chunk is None and output_type == "generate_until":
+            return "prefill-exact"
+        return f"in-the-loop-chunk{self.chunk or SCORED_CHUNK}"
 
     @property
     def eot_token_id(self) -> int:
@@ -122,17 +129,17 @@ class CacheLM(TemplateLM):
         self, chat_history: list[dict], add_generation_prompt: bool = True
     ) -> str:
         """Put a conversation through the tokenizer's chat template."""
-        return chat_text(self.model, chat_history, "answer" if add_generation_prompt else "message")
+        end = "answer" if add_generation_prompt else "message"
+        return chat_text(self.model, chat_history, end)
 
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **_: Any
     ) -> list[int]:
-        """Ids of a text. Unless told otherwise, special tokens are added as the tokenizer does,
+        """Encode a text. Unless told otherwise, special tokens are added as the tokenizer does,
         once. `loglikelihood_rolling` puts the begin token before these ids."""
         if add_special_tokens is None:
-            add_special_tokens = not (
-                self.tokenizer.bos_token and string.startswith(self.tokenizer.bos_token)
-            )
+            bos = self.tokenizer.bos_token
+            add_special_tokens = not (bos and string.startswith(bos))
         return self.model.encode(string, add_special_tokens)
 
     def _fitted(self, ids: list[int], room: int) -> list[int]:
@@ -146,34 +153,49 @@ class CacheLM(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: Sequence, disable_tqdm: bool = False, **_: Any
     ) -> list:
-        """(log-probability, whether greedy decoding gives it) of each continuation; requests are
-        (texts, context ids, continuation ids). Rows of like length share a batch, and a batch is
-        always full: few programs."""
-        most, rows = self.max_length + 1, []  # the last token is only predicted
+        """Score continuations.
+
+        Args:
+            requests: (texts, context ids, continuation ids). Rows of like length share a batch, and
+                a batch is always full: few programs.
+
+        Returns:
+            (log-probability, whether greedy decoding gives it) of each continuation.
+        """
+        most = self.max_length + 1  # the last token is only predicted
+        rows = []
+        goal_lengths = []
         for _, context, goal in requests:
             goal = goal[-most + 1 :]
-            rows.append(([*self._fitted(context, most - len(goal)), *goal], len(goal)))
-        order = sorted(range(len(rows)), key=lambda i: -len(rows[i][0]))
+            rows.append([*self._fitted(context, most - len(goal)), *goal])
+            goal_lengths.append(len(goal))
+        longest_first = sorted(range(len(rows)), key=lambda number: -len(rows[number]))
         scores: dict[int, tuple[float, bool]] = {}
-        for start in range(0, len(order), self.batch):
-            part = order[start : start + self.batch]
+        for start in range(0, len(rows), self.batch):
+            part = longest_first[start : start + self.batch]
+            # Rows that a last batch lacks are two tokens long: one, and one that is predicted.
             counts = np.full(self.batch, 2, np.int32)
-            tokens = np.zeros((self.batch, bucket(len(rows[part[0]][0]))), np.int32)
+            tokens = np.zeros((self.batch, bucket(len(rows[part[0]]))), np.int32)
             for place, number in enumerate(part):
-                ids = rows[number][0]
-                tokens[place, : len(ids)], counts[place] = ids, len(ids)
+                ids = rows[number]
+                tokens[place, : len(ids)] = ids
+                counts[place] = len(ids)
             chunk = min(self.chunk or SCORED_CHUNK, tokens.shape[1])
             layout = planned_layout(self.model, self.method, *tokens.shape, kernels=self.kernels)
-            scored = score_rows(self.model, jnp.asarray(tokens), jnp.asarray(counts), layout, chunk)
-            values, greedy = (np.asarray(x) for x in scored)
+            values, greedy = score_rows(
+                self.model, jnp.asarray(tokens), jnp.asarray(counts), layout, chunk
+            )
+            values = np.asarray(values)
+            greedy = np.asarray(greedy)
             for place, number in enumerate(part):
-                ids, goal = rows[number]
-                span = slice(max(len(ids) - 1 - goal, 0), len(ids) - 1)
-                scores[number] = float(values[place, span].sum()), bool(greedy[place, span].all())
+                # The score of a token stands at the position before it.
+                end = len(rows[number]) - 1
+                span = slice(max(end - goal_lengths[number], 0), end)
+                scores[number] = (float(values[place, span].sum()), bool(greedy[place, span].all()))
         return [scores[number] for number in range(len(rows))]
 
     def loglikelihood_rolling(self, requests: Sequence, disable_tqdm: bool = False) -> list[float]:
-        """Log-probability of each whole text, in disjoint windows of `max_length` tokens. As in the
+        """Score each whole text, in disjoint windows of `max_length` tokens. As in the
         harness's own models, a text is scored behind the begin token. Where the tokenizer writes
         one itself, it is scored too."""
         options = {
@@ -182,60 +204,71 @@ class CacheLM(TemplateLM):
             "context_len": 1,
         }
         totals = []
-        for (text,) in (request.args for request in requests):
+        for request in requests:
+            (text,) = request.args
             cut = get_rolling_token_windows(token_list=self.tok_encode(text), **options)
             windows = [(None, *make_disjoint_window(window)) for window in cut]
-            totals.append(sum(value for value, _ in self._loglikelihood_tokens(windows)))
+            scores = self._loglikelihood_tokens(windows)
+            totals.append(sum(value for value, _ in scores))
         return totals
 
     def generate_until(self, requests: Sequence, disable_tqdm: bool = False) -> list[str]:
         """Continue each prompt up to a stop string, greedily unless the task samples. A prompt that
         leaves no room for the answer is cut."""
+        # Prompts with the same options share batches.
         groups: dict[str, list[int]] = {}
         for number, request in enumerate(requests):
-            groups.setdefault(json.dumps(request.args[1], sort_keys=True), []).append(number)
+            key = json.dumps(request.args[1], sort_keys=True)
+            groups.setdefault(key, []).append(number)
         texts: dict[int, str] = {}
         for key, members in groups.items():
             options, stops, new = _generation(json.loads(key))
-            # Up to max_length, which was asked for.
-            options |= {
-                "kernels": self.kernels,
-                "beyond_trained": True,
-            }
             room = self.max_length - new
             if room < 1:
                 raise UserError(
                     f"{new} new tokens leave no room for a prompt within {self.max_length}"
                 )
-            ids = {
-                number: self._fitted(self.tok_encode(requests[number].args[0]), room)
-                for number in members
-            }
-            order = sorted(members, key=lambda number: -len(ids[number]))
-            for start in range(0, len(order), self.batch):
-                part = order[start : start + self.batch]
-                prompts = [ids[number] for number in part]
+            ids = {}
+            for number in members:
+                text = requests[number].args[0]
+                ids[number] = self._fitted(self.tok_encode(text), room)
+            longest_first = sorted(members, key=lambda number: -len(ids[number]))
+            for start in range(0, len(members), self.batch):
+                part = longest_first[start : start + self.batch]
                 # Only the text is kept: a result holds its cache.
                 answers = generate(
-                    self.model, prompts, self.method, chunk=self.chunk, stop=stops, **options
+                    self.model,
+                    [ids[number] for number in part],
+                    self.method,
+                    chunk=self.chunk,
+                    stop=stops,
+                    kernels=self.kernels,
+                    beyond_trained=True,  # up to max_length, which was asked for
+                    **options,
                 ).text
                 texts |= dict(zip(part, answers, strict=True))
         return [texts[number] for number in range(len(requests))]
 
 
 def _generation(arguments: dict[str, Any]) -> tuple[dict[str, Any], tuple[str, ...], int]:
-    """Our options, the stop strings and the most new tokens from a task's generation arguments."""
+    """Read a task's generation arguments.
+
+    Returns:
+        Options of `generate`, the stop strings, and the most new tokens.
+    """
     stops = arguments.get("until") or []
-    stops = (stops,) if isinstance(stops, str) else tuple(stops)
-    aliases = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
-    new = next((int(arguments[name]) for name in aliases if name in arguments), 256)
+    if isinstance(stops, str):
+        stops = [stops]
+    new = 256
+    for alias in ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens"):
+        if alias in arguments:
+            new = int(arguments[alias])
+            break
     options: dict[str, Any] = {"max_new_tokens": new}
     if arguments.get("do_sample"):
-        options |= {
-            name: arguments[name]
-            for name in ("temperature", "top_k", "top_p", "min_p")
-            if name in arguments
-        }
+        for name in ("temperature", "top_k", "top_p", "min_p"):
+            if name in arguments:
+                options[name] = arguments[name]
     return options, tuple(stop for stop in stops if stop), new
 
 
@@ -274,20 +307,23 @@ def read_samples(text: str | None) -> dict[str, list[int]] | None:
     if isinstance(samples, int | float):
         hint = f"limit={text} takes {text} samples of every task"
         raise UserError(f"samples={text}: wanted JSON such as {EXAMPLE}; {hint}")
-    valid = isinstance(samples, dict) and all(
-        isinstance(numbers, list) and numbers and all(type(n) is int and n >= 0 for n in numbers)
-        for numbers in samples.values()
-    )
-    if not valid:
+    if not isinstance(samples, dict) or not all(map(_is_numbers, samples.values())):
         raise UserError(f"samples={text!r}: wanted JSON such as {EXAMPLE}")
     return samples
+
+
+def _is_numbers(value: Any) -> bool:
+    """Say whether a value is a list of numbers of samples."""
+    if not isinstance(value, list) or not value:
+        return False
+    return all(type(number) is int and number >= 0 for number in value)
 
 
 # --- Running its tasks
 
 
 def _check_limit(limit: int | float | None) -> int | float | None:
-    """A number of samples of every task, or below 1 a share of them."""
+    """Check a number of samples of every task, or below 1 a share of them."""
     if limit is None or 0 < limit < 1:
         return limit
     if limit < 1 or limit != int(limit):
@@ -296,8 +332,8 @@ def _check_limit(limit: int | float | None) -> int | float | None:
 
 
 def _manager(include: Path | None, metadata: dict[str, Any], samples: dict[str, list[int]] | None):
-    """The harness's tasks. One whose data cannot be had, or that has fewer samples than asked for,
-    is one line."""
+    """Make the harness's manager of tasks. It raises UserError for a task whose data cannot be
+    loaded, and for one that has fewer samples than `samples` names."""
     from lm_eval.tasks import TaskManager
 
     class Manager(TaskManager):
@@ -315,10 +351,10 @@ def _manager(include: Path | None, metadata: dict[str, Any], samples: dict[str, 
             for name, numbers in (samples or {}).items():
                 task = loaded["tasks"].get(name)
                 if task is None:
-                    raise UserError(
-                        f"samples: {name!r} is none of the tasks {', '.join(loaded['tasks'])}"
-                    )
-                if max(numbers) >= (size := len(task.eval_docs)):
+                    known = ", ".join(loaded["tasks"])
+                    raise UserError(f"samples: {name!r} is none of the tasks {known}")
+                size = len(task.eval_docs)
+                if max(numbers) >= size:
                     raise UserError(
                         f"samples: {name} has {size} samples, numbered from 0; {max(numbers)} was wanted"
                     )
@@ -330,11 +366,12 @@ def _manager(include: Path | None, metadata: dict[str, Any], samples: dict[str, 
 def _leaves(task: str, groups: dict[str, list[str]]) -> list[str]:
     """List the tasks that a group and its groups are made of; a task is its own."""
     children = groups.get(task)
-    return (
-        [task]
-        if children is None
-        else [leaf for name in children for leaf in _leaves(name, groups)]
-    )
+    if children is None:
+        return [task]
+    leaves = []
+    for name in children:
+        leaves += _leaves(name, groups)
+    return leaves
 
 
 def _rows(lm: CacheLM, report: dict[str, Any]) -> list[dict[str, Any]]:
@@ -342,17 +379,27 @@ def _rows(lm: CacheLM, report: dict[str, Any]) -> list[dict[str, Any]]:
     rows = []
     for task, scores in report["results"].items():
         leaves = _leaves(task, report["group_subtasks"])
-        modes = dict.fromkeys(lm.mode(report["configs"][leaf]["output_type"]) for leaf in leaves)
+        modes = [lm.mode(report["configs"][leaf]["output_type"]) for leaf in leaves]
         samples = sum(report["n-samples"][leaf]["effective"] for leaf in leaves)
-        about = {"cache": str(lm.method), "mode": ", ".join(modes), "task": task}
+        mode = ", ".join(dict.fromkeys(modes))
         for name, value in scores.items():
             metric, _, filter_name = name.partition(",")
-            if isinstance(value, float) and not metric.endswith("_stderr"):
-                rows.append(
-                    about
-                    | {"metric": metric, "filter": filter_name, "samples": samples, "score": value}
-                )
-    return [row | {"cut": lm.cut_texts, "texts": lm.texts} for row in rows]
+            if not isinstance(value, float) or metric.endswith("_stderr"):
+                continue
+            rows.append(
+                {
+                    "cache": str(lm.method),
+                    "mode": mode,
+                    "task": task,
+                    "metric": metric,
+                    "filter": filter_name,
+                    "samples": samples,
+                    "score": value,
+                    "cut": lm.cut_texts,
+                    "texts": lm.texts,
+                }
+            )
+    return rows
 
 
 def run_harness(
@@ -398,24 +445,29 @@ def run_harness(
     missing = [name for name in tasks if not manager.match_tasks([name])]
     if missing:
         raise UserError(f"the harness does not know the tasks {', '.join(missing)}")
-    seeds = {f"{name}_random_seed": seed for name in ("numpy", "torch", "fewshot")} | {
-        "random_seed": seed
-    }
-    options = {"num_fewshot": shots, "limit": limit, "samples": samples, "bootstrap_iters": 0}
-    options |= {"apply_chat_template": chat, **seeds}
-    return _rows(
-        lm,
-        simple_evaluate(
-            model=lm, tasks=task_names, task_manager=manager, log_samples=False, **options
-        ),
+    report = simple_evaluate(
+        model=lm,
+        tasks=task_names,
+        task_manager=manager,
+        num_fewshot=shots,
+        limit=limit,
+        samples=samples,
+        bootstrap_iters=0,
+        log_samples=False,
+        apply_chat_template=chat,
+        random_seed=seed,
+        numpy_random_seed=seed,
+        torch_random_seed=seed,
+        fewshot_random_seed=seed,
     )
+    return _rows(lm, report)
 
 
 def cut_warning(rows: Iterable[dict[str, Any]], length: int) -> str:
-    """Give the first line of a report if more than a tenth of a run's texts were cut, else ""."""
-    # None where no metric of a task is a number.
-    shares = ((row["cut"], row["texts"]) for row in rows)
-    cut, texts = max(shares, key=lambda pair: pair[0] / max(pair[1], 1), default=(0, 0))
+    """Return the first line of a report if more than a tenth of a run's texts were cut, else ""."""
+    # There are no rows where no metric of a task is a number.
+    counts = [(row["cut"], row["texts"]) for row in rows]
+    cut, texts = max(counts, key=lambda pair: pair[0] / max(pair[1], 1), default=(0, 0))
     if cut * 10 <= texts:
         return ""
     return f"{cut} of {texts} texts were longer than {length} tokens and were cut: these are not the tasks' own scores"

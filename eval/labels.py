@@ -96,39 +96,47 @@ def spread(places: Sequence[float], sizes: Sequence[float], low: float, high: fl
     Centres that would overlap form a block around their mean; blocks that meet become one.
     """
     order = sorted(range(len(places)), key=places.__getitem__)
-    blocks: list[tuple[list[int], float]] = []  # members, and where the block begins
+    blocks: list[list[int]] = []
 
-    def begin(members: list[int]) -> float:
-        size, offset, starts = sum(sizes[i] for i in members), 0.0, []
-        for i in members:
+    def begin(block: list[int]) -> float:
+        """Choose where a block begins: as the mean of its members would have it."""
+        starts = []
+        offset = 0.0  # of a member within the block
+        for i in block:
             starts.append(places[i] - sizes[i] / 2 - offset)
             offset += sizes[i]
-        return max(low, min(sum(starts) / len(starts), high - size))
+        return max(low, min(sum(starts) / len(starts), high - offset))
+
+    def end(block: list[int]) -> float:
+        return begin(block) + sum(sizes[i] for i in block)
 
     for index in order:
-        members = [index]
-        while blocks and blocks[-1][1] + sum(sizes[i] for i in blocks[-1][0]) > begin(members):
-            members = blocks.pop()[0] + members
-        blocks.append((members, begin(members)))
+        block = [index]
+        # A block that grows begins further down, and may meet the next one.
+        while blocks and end(blocks[-1]) > begin(block):
+            block = blocks.pop() + block
+        blocks.append(block)
     moved = list(places)
-    for members, start in blocks:
-        for i in members:
+    for block in blocks:
+        start = begin(block)
+        for i in block:
             moved[i] = start + sizes[i] / 2
             start += sizes[i]
     return moved
 
 
 def _pixels(axes, x: Sequence[int | float], y: Sequence[int | float]) -> np.ndarray:
-    """Points of a curve on the canvas, with many between each two [N, 2]."""
+    """Return the points of a curve on the canvas, with many between each two, [N, 2]."""
     points = axes.transData.transform(np.column_stack([x, y]).astype(float))
     if len(points) == 1:
         return points
     steps = np.linspace(0, 1, 60)[:, None]
-    return np.concatenate([a + steps * (b - a) for a, b in itertools.pairwise(points)])
+    pieces = [first + steps * (last - first) for first, last in itertools.pairwise(points)]
+    return np.concatenate(pieces)
 
 
 def _box(text):
-    """The area of a text on the canvas, with half of GAP around it, without the line to its
+    """Return the area of a text on the canvas, with half of GAP around it, without the line to its
     curve."""
     from matplotlib.text import Annotation, Text
 
@@ -141,25 +149,31 @@ def _box(text):
 def _beside(axes, curve: Curve, points: np.ndarray, boxes: list, options: dict[str, Any]):
     """Write the name beside its curve's last point or its first; None where it would cover
     something."""
+    name = name_in_lines(curve.name)
+    area = axes.bbox.padded(-2)
     for end in (-1, 0):
         for dx, dy, across, along in PLACES:
-            place = {
-                "xy": (curve.x[end], curve.y[end]),
-                "xytext": (dx, dy),
-                "ha": across,
-                "va": along,
-            }
             text = axes.annotate(
-                name_in_lines(curve.name), textcoords="offset points", **place, **options
+                name,
+                xy=(curve.x[end], curve.y[end]),
+                xytext=(dx, dy),
+                textcoords="offset points",
+                ha=across,
+                va=along,
+                **options,
             )
             box = _box(text)
-            inside = axes.bbox.padded(-2).containsx(box.x0) and axes.bbox.padded(-2).containsx(
-                box.x1
+            is_inside = (
+                area.containsx(box.x0)
+                and area.containsx(box.x1)
+                and axes.bbox.y0 < box.y0
+                and box.y1 < axes.bbox.y1
             )
-            inside = inside and axes.bbox.y0 < box.y0 and box.y1 < axes.bbox.y1
             box = box.padded(MARKER)
-            covers = ((points > (box.x0, box.y0)) & (points < (box.x1, box.y1))).all(1).any()
-            if inside and not covers and not any(box.overlaps(neighbour) for neighbour in boxes):
+            covered = (points > (box.x0, box.y0)) & (points < (box.x1, box.y1))
+            covers_curve = covered.all(1).any()
+            covers_name = any(box.overlaps(neighbour) for neighbour in boxes)
+            if is_inside and not covers_curve and not covers_name:
                 return text
             text.remove()
     return None
@@ -176,33 +190,35 @@ def _joined(axes, curve: Curve, options: dict[str, Any]):
         "shrinkA": 1,
         "shrinkB": 4,
     }
-    placing = {
-        "va": "center",
-        "ha": "left",
-        "textcoords": "axes fraction",
-        "annotation_clip": False,
-    }
-    end = {
-        "xy": (curve.x[-1], curve.y[-1]),
-        "xytext": (COLUMN, 0.5),
-        "color": text_colour(curve.colour),
-    }
-    return axes.annotate(name_in_lines(curve.name), arrowprops=joint, **placing, **end, **options)
+    return axes.annotate(
+        name_in_lines(curve.name),
+        xy=(curve.x[-1], curve.y[-1]),
+        xytext=(COLUMN, 0.5),
+        textcoords="axes fraction",
+        ha="left",
+        va="center",
+        color=text_colour(curve.colour),
+        arrowprops=joint,
+        annotation_clip=False,
+        **options,
+    )
 
 
 def _place(axes, curves: Sequence[Curve], column: dict[str, Any], options: dict[str, Any]) -> list:
     """Write the names that have room beside their curves; return those texts. The others' names
     join `column`."""
     points = np.concatenate([_pixels(axes, curve.x, curve.y) for curve in curves])
-    names = [text for text in axes.texts if text not in column.values()]
-    boxes, texts = [_box(text) for text in names], []
+    # Names in the column are outside of the axes, so that they cover nothing.
+    boxes = [_box(text) for text in axes.texts if text not in column.values()]
+    texts = []
     for curve in curves:
         if curve.name in column:
             continue
-        end = axes.transData.transform((curve.x[-1], curve.y[-1]))[0]
-        early = end < axes.bbox.x0 + NEAR * axes.bbox.width
-        colour = {"color": text_colour(curve.colour)}
-        text = _beside(axes, curve, points, boxes, options | colour) if early else None
+        end, _ = axes.transData.transform((curve.x[-1], curve.y[-1]))
+        text = None
+        if end < axes.bbox.x0 + NEAR * axes.bbox.width:
+            colour = {"color": text_colour(curve.colour)}
+            text = _beside(axes, curve, points, boxes, options | colour)
         if text is None:
             column[curve.name] = _joined(axes, curve, options)
         else:
@@ -216,7 +232,10 @@ def _spread(axes, curves: Sequence[Curve], column: dict[str, Any]) -> None:
     room."""
     joined = [curve for curve in curves if curve.name in column]
     heights = [_box(column[curve.name]).height for curve in joined]
-    places = [axes.transData.transform((curve.x[-1], curve.y[-1]))[1] for curve in joined]
+    places = []
+    for curve in joined:
+        _, height = axes.transData.transform((curve.x[-1], curve.y[-1]))
+        places.append(height)
     moved = spread(places, heights, axes.bbox.y0, axes.bbox.y1)
     for curve, place in zip(joined, moved, strict=True):
         column[curve.name].set_position((COLUMN, (place - axes.bbox.y0) / axes.bbox.height))
@@ -237,22 +256,24 @@ def label_curves(
     panels = [(axes, curves) for axes, curves in panels if curves]
     columns: list[dict[str, Any]] = [{} for _ in panels]
     before = -1
+    in_columns = 0
     # A name in a column makes the axes narrower, after which another may have lost its room.
-    while before < sum(map(len, columns)):
-        before = sum(map(len, columns))
+    while before < in_columns:
+        before = in_columns
         figure.draw_without_rendering()
-        texts = [
-            _place(axes, curves, column, options)
-            for (axes, curves), column in zip(panels, columns, strict=True)
-        ]
-        if before < sum(map(len, columns)):
-            for text in itertools.chain(*texts):
+        texts = []
+        for (axes, curves), column in zip(panels, columns, strict=True):
+            texts += _place(axes, curves, column, options)
+        in_columns = sum(len(column) for column in columns)
+        if before < in_columns:
+            # The names beside curves are placed anew.
+            for text in texts:
                 text.remove()
     for (axes, curves), column in zip(panels, columns, strict=True):
         _spread(axes, curves, column)
 
 
 def height_for(names: Sequence[str], least: float, size: float = 9.0) -> float:
-    """Inches of a figure in whose column all names have room."""
+    """Return the inches of a figure in whose column all names have room."""
     lines = sum(name_in_lines(name).count("\n") + 1 for name in names)
     return max(least, 1.4 + lines * (size + 3) / 72)

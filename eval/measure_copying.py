@@ -1,4 +1,4 @@
-"""What a cache loses of structured text that is to be given back to the letter, such as JSON.
+"""The loss of a cache in structured text that is to be given back to the letter, such as JSON.
 
 The answer passes through the cache behind its prompt, and every token sees what decoding one token
 at a time would have shown it. Each prediction is made behind the right tokens (teacher forcing). Up
@@ -57,9 +57,11 @@ class Question(NamedTuple):
     parts: Parts  # of the text that are scored
 
     def tokens_of(self, part: tuple[int, int]) -> slice:
-        """The tokens that hold a part."""
-        first = int(np.searchsorted(self.ends, part[0], "right"))
-        return slice(first, int(np.searchsorted(self.ends, part[1], "left")) + 1)
+        """Find the tokens that hold a part, from one character up to another."""
+        start, end = part
+        first = np.searchsorted(self.ends, start, "right")  # it ends behind `start`
+        last = np.searchsorted(self.ends, end, "left")  # it ends at `end` or behind it
+        return slice(int(first), int(last) + 1)
 
     @property
     def scored(self) -> Bool[np.ndarray, " A"]:
@@ -82,23 +84,30 @@ def _spells(model: Model, text: str) -> bool:
 
 
 def kinds_for(model: Model) -> tuple[str, ...]:
-    """The kinds whose characters the model's tokenizer has: all others, or "symbols"."""
-    return STRUCTURED if _spells(model, '<a b="{0}: _, ---"/>\n') else ("symbols",)
+    """Choose the kinds whose characters the model's tokenizer has: all but "symbols", or "symbols"
+    alone."""
+    if _spells(model, '<a b="{0}: _, ---"/>\n'):
+        return STRUCTURED
+    return ("symbols",)
 
 
 def _token_ends(model: Model, prompt: list[int], answer: list[int]) -> np.ndarray:
-    """Characters of an answer up to the end of each token. Some decoders leave out a blank before
-    their first token, so each token is decoded behind others."""
-    ids, decode, sizes = [*prompt, *answer], model.tokenizer.decode, []
+    """Count the characters of an answer up to the end of each token."""
+    ids = [*prompt, *answer]
+    decode = model.tokenizer.decode
+    sizes = []
     for place in range(len(prompt), len(ids)):
+        # Some decoders leave out a blank before their first token, so each token is decoded behind
+        # others.
         first = max(0, place - 4)
-        sizes.append(len(decode(ids[first : place + 1])) - len(decode(ids[first:place])))
+        before = decode(ids[first:place])
+        sizes.append(len(decode(ids[first : place + 1])) - len(before))
     return np.cumsum(sizes)
 
 
 def question(model: Model, passage: Passage, kind: str) -> Question:
     """Encode a passage. Raises UserError for a tokenizer that lacks some of its characters."""
-    text, decode = passage.problem.answer, model.tokenizer.decode
+    text = passage.problem.answer
     if not _spells(model, text):
         raise UserError(
             f"kind={kind!r}: this tokenizer lacks some of the characters; "
@@ -106,7 +115,7 @@ def question(model: Model, passage: Passage, kind: str) -> Question:
         )
     prompt, answer = encoded_problem(model, passage.problem, kind)
     ends = _token_ends(model, prompt, answer)
-    return Question(prompt, answer, ends, text, decode, passage.parts)
+    return Question(prompt, answer, ends, text, model.tokenizer.decode, passage.parts)
 
 
 def questions(model: Model, kind: str, length: int, samples: int, seed: int) -> list[Question]:
@@ -118,15 +127,19 @@ def questions(model: Model, kind: str, length: int, samples: int, seed: int) -> 
     def count(text: str) -> int:
         return len(model.encode(text))
 
-    return [question(model, KINDS[kind](rng, length, count), kind) for _ in range(samples)]
+    drawn = []
+    for _ in range(samples):
+        passage = KINDS[kind](rng, length, count)
+        drawn.append(question(model, passage, kind))
+    return drawn
 
 
 # --- Answers
 
 
 class Predicted(NamedTuple):
-    """What is predicted for the tokens of an answer: the likeliest tokens with the cache and with
-    the exact one, and the divergence of each prediction in nats."""
+    """Predictions of the tokens of an answer: the likeliest tokens with the cache and with the exact
+    one, and the divergence of each prediction in nats."""
 
     best: Int[np.ndarray, " A"]
     best_exact: Int[np.ndarray, " A"]
@@ -213,24 +226,29 @@ def _put_together(
     stretches = np.maximum(counts - QUESTION, 0) // size  # of every row
     if not stretches.any():
         return _filled(model, layout, prompts, counts, Entry())
-    small, texts, caches = dataclasses.replace(layout, capacity=size), [], []
+    small = dataclasses.replace(layout, capacity=size)
+    texts = []
+    caches = []
     for number in range(int(stretches.max())):
         text = prompts[:, number * size : (number + 1) * size]
         counts_here = np.where(number < stretches, size, 0).astype(np.int32)
         tokens, lengths = shared(model, (text, counts_here))
         # Rows that have fewer stretches stay as they are.
-        caches.append(prefill(model, tokens, lengths, empty_cache(model, small, len(prompts)))[1])
+        _, cache = prefill(model, tokens, lengths, empty_cache(model, small, len(prompts)))
+        caches.append(cache)
         texts.append(tokens)
     first = resize(caches[0], layout.capacity)
     # One after the other, so that one program serves all of them.
     for text, cache in zip(texts[1:], caches[1:], strict=True):
         first = concatenate([first, cache], model=model, tokens=[text], recompute=entry.recompute)
-    rest = counts - stretches * size
-    index = np.minimum(
-        (stretches * size)[:, None] + np.arange(size + QUESTION), prompts.shape[1] - 1
-    )
-    tokens, lengths = shared(model, (np.take_along_axis(prompts, index, 1), rest))
-    return _passed(model, first, tokens, lengths)[0]
+    # The rest of each row: where a row has fewer tokens than others, any token fills it up.
+    start = stretches * size
+    index = start[:, None] + np.arange(size + QUESTION)
+    index = np.minimum(index, prompts.shape[1] - 1)
+    rest = np.take_along_axis(prompts, index, 1)
+    tokens, lengths = shared(model, (rest, counts - start))
+    cache, _ = _passed(model, first, tokens, lengths)
+    return cache
 
 
 def predictions(
@@ -247,36 +265,46 @@ def predictions(
     prompts = padded([part.prompt[:-1] for part in batch], length)
     sizes = np.asarray([len(part.prompt) - 1 for part in batch], np.int32)
     plain = pairs[0][0].replace(constants=())
-    layouts = [
-        cache_layouts(model, plain, method, rows, length, kernels) for model, method in pairs
-    ]
-    caches = [
-        _filled(model, coded, prompts, sizes, entry)
-        for (model, _), (coded, _) in zip(pairs, layouts, strict=True)
-    ]
-    reference = _filled(plain, layouts[0][1], prompts, sizes, Entry())
+    layouts = []
+    for model, method in pairs:
+        layouts.append(cache_layouts(model, plain, method, rows, length, kernels))
+    caches = []
+    for (model, _), (coded_layout, _) in zip(pairs, layouts, strict=True):
+        caches.append(_filled(model, coded_layout, prompts, sizes, entry))
+    _, exact_layout = layouts[0]  # the same for all
+    reference = _filled(plain, exact_layout, prompts, sizes, Entry())
+    # Tokens pass STEP at a time, so rows have room for a last step that is not full.
     inputs = padded([[part.prompt[-1], *part.answer[:-1]] for part in batch], length + STEP)
     targets = padded([part.answer for part in batch], length + STEP)
     counts = np.asarray([len(part.answer) for part in batch], np.int32)
-    best_exact, pieces = [], [[] for _ in pairs]
+    best_exact = []
+    best: list[list] = [[] for _ in pairs]
+    klds: list[list] = [[] for _ in pairs]
     for start in range(0, int(counts.max()), STEP):
-        place, new = slice(start, start + STEP), np.clip(counts - start, 0, STEP)
-        tokens, wanted, new = shared(plain, (inputs[:, place], targets[:, place], new))
+        place = slice(start, start + STEP)
+        counts_here = np.clip(counts - start, 0, STEP)
+        tokens, wanted, new = shared(plain, (inputs[:, place], targets[:, place], counts_here))
         reference, expected = _passed(plain, reference, tokens, new)
         best_exact.append(np.asarray(expected.argmax(-1)))
         for number, (model, _) in enumerate(pairs):
             caches[number], logits = _passed(model, caches[number], tokens, new)
-            piece = _best_and_kld(logits, expected, wanted)
-            pieces[number].append([np.asarray(part) for part in piece])
+            likeliest, kld = _best_and_kld(logits, expected, wanted)
+            best[number].append(np.asarray(likeliest))
+            klds[number].append(np.asarray(kld))
     for cache in caches:
         require_finite(cache)
-    firsts = np.concatenate(best_exact, axis=1)
-    out = []
-    for steps in pieces:
-        best, kld = (np.concatenate(part, axis=1) for part in zip(*steps, strict=True))
-        joined = zip(best, firsts, kld, counts, strict=True)
-        out.append([Predicted(*(part[:count] for part in row)) for *row, count in joined])
-    return out
+    of_exact = np.concatenate(best_exact, axis=1)
+    of_caches = []
+    for number in range(len(pairs)):
+        of_cache = np.concatenate(best[number], axis=1)
+        kld = np.concatenate(klds[number], axis=1)
+        answers = []
+        for row, count in enumerate(counts):
+            answers.append(
+                Predicted(of_cache[row, :count], of_exact[row, :count], kld[row, :count])
+            )
+        of_caches.append(answers)
+    return of_caches
 
 
 class Answered(NamedTuple):
@@ -290,15 +318,20 @@ class Answered(NamedTuple):
 
 def scored(asked: Question, best: Int[np.ndarray, " A"]) -> Answered:
     """Score predicted tokens of an answer."""
-    marks, right = asked.scored, best == np.asarray(asked.answer)
+    marks = asked.scored
+    right = best == np.asarray(asked.answer)
     parts = np.asarray([right[asked.tokens_of(part)].all() for part in asked.parts])
     wrong = np.flatnonzero(marks & ~right)
-    place = len(asked.text)
+    place = len(asked.text)  # of the first wrong character
     if wrong.size:
-        written = asked.decode([*asked.answer[: wrong[0]], int(best[wrong[0]])])
+        first = wrong[0]
+        written = asked.decode([*asked.answer[:first], int(best[first])])
         place = agreeing(written, asked.text)
-    before = sum(min(max(place - start, 0), end - start) for start, end in asked.parts)
-    characters = sum(end - start for start, end in asked.parts)
+    before = 0
+    characters = 0
+    for start, end in asked.parts:
+        before += min(max(place - start, 0), end - start)
+        characters += end - start
     return Answered(before / characters, right[marks], parts)
 
 
@@ -343,7 +376,7 @@ def copying(
         A row of the report. `exact` is the share of answers without a wrong character,
             `first_wrong` the median share of an answer before the first wrong character of greedy
             decoding. With the right text before each token, `right` is the share of tokens that are
-            right, `right_exact` the same with the exact cache, and `parts` the share of records,
+            right, `right_exact` that share with the exact cache, and `parts` the share of records,
             fields, arguments and results, or spans of symbols that are right throughout. `kld` and
             `kld_p999` are those of `perplexity`.
 
@@ -384,39 +417,38 @@ def copies(
     check_integer("recompute", entry.recompute, 0)
     check_entry(entry, length)
     check_integer("seed", seed, 0, MOST_SEED)
-    asked = questions(pairs[0][0], kind, length, samples, seed)
+    drawn = questions(pairs[0][0], kind, length, samples, seed)
     predicted: list[list[Predicted]] = [[] for _ in pairs]
     for start in range(0, samples, batch):
-        part = asked[start : start + batch]
+        part = drawn[start : start + batch]
         answers = predictions(pairs, part, length, entry, kernels)
         for rows, new in zip(predicted, answers, strict=True):
             rows += new
         progress(min(1.0, (start + batch) / samples))
-    about = {
-        "mode": entry.mode,
-        "kind": kind,
-        "length": length,
-        "samples": samples,
-    }
-    return [
-        {"cache": str(method), **about, **bytes_of(model, method, length), **_figures(asked, rows)}
-        for (model, method), rows in zip(pairs, predicted, strict=True)
-    ]
+    about = {"mode": entry.mode, "kind": kind, "length": length, "samples": samples}
+    report = []
+    for (model, method), rows in zip(pairs, predicted, strict=True):
+        sizes = bytes_of(model, method, length)
+        report.append({"cache": str(method), **about, **sizes, **_figures(drawn, rows)})
+    return report
 
 
 def _figures(asked: Sequence[Question], predicted: Sequence[Predicted]) -> dict[str, float]:
-    """The figures of a row."""
-    answers = [scored(part, row.best) for part, row in zip(asked, predicted, strict=True)]
-    exact = [scored(part, row.best_exact) for part, row in zip(asked, predicted, strict=True)]
-    klds = np.concatenate(
-        [row.kld[part.scored] for part, row in zip(asked, predicted, strict=True)]
-    )
+    """Compute the figures of a row of the report."""
+    answers = []
+    answers_exact = []
+    klds = []
+    for part, row in zip(asked, predicted, strict=True):
+        answers.append(scored(part, row.best))
+        answers_exact.append(scored(part, row.best_exact))
+        klds.append(row.kld[part.scored])
+    all_klds = np.concatenate(klds)
     return {
         "exact": float(np.mean([answer.tokens.all() for answer in answers])),
         "first_wrong": float(np.median([answer.first_wrong for answer in answers])),
         "right": float(np.concatenate([answer.tokens for answer in answers]).mean()),
-        "right_exact": float(np.concatenate([answer.tokens for answer in exact]).mean()),
+        "right_exact": float(np.concatenate([answer.tokens for answer in answers_exact]).mean()),
         "parts": float(np.concatenate([answer.parts for answer in answers]).mean()),
-        "kld": float(klds.mean()),
-        "kld_p999": tail(klds),
+        "kld": float(all_klds.mean()),
+        "kld_p999": tail(all_klds),
     }

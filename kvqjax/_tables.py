@@ -14,140 +14,191 @@ TIE = "\u00a0"  # holds a number and its unit together until they are placed
 
 
 def size(count: int | float) -> str:
-    """Bytes in powers of 1024."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(count) < 1024:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.2f} {unit}"
+    """Write a number of bytes in powers of 1024."""
+    if abs(count) < 1024:
+        return f"{count:.0f} B"
+    for unit in ("KiB", "MiB", "GiB"):
         count /= 1024
-    return f"{count:.2f} TiB"
+        if abs(count) < 1024:
+            return f"{count:.2f} {unit}"
+    return f"{count / 1024:.2f} TiB"
 
 
 def cell(name: str, value: Any) -> str:
+    """Write the value of column `name` in one line of text."""
+    if value is None:
+        return ""
     if isinstance(value, list):
-        return " ".join(cell("", v) for v in value)
+        return " ".join(cell("", item) for item in value)
+    # A bool is an int: it must be asked for first.
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, int | float) and name.startswith("bytes"):
         return size(value).replace(" ", TIE)
     if isinstance(value, float):
         return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.4g}"
-    return "" if value is None else str(value).replace("\n", " ")
+    return str(value).replace("\n", " ")
+
+
+def _heading(name: str) -> str:
+    return name.replace("_", " ")
+
+
+def _cells(row: Row, names: list[str]) -> list[str]:
+    """Write some columns of a row."""
+    return [cell(name, row[name]) for name in names]
+
+
+def _has_kind(rows: list[Row], name: str, kind: Any) -> bool:
+    """Say whether all values of a column are of a type."""
+    return all(isinstance(row[name], kind) for row in rows)
 
 
 def _wrapped(text: str, width: int) -> list[str]:
-    """Lines of at most `width` characters, or of one word that is longer."""
-    return textwrap.wrap(text, max(1, width), break_long_words=False, break_on_hyphens=False) or [
-        ""
-    ]
+    """Break a text into lines of at most `width` characters. A longer word has a line of its own.
+    An empty text is one empty line."""
+    lines = textwrap.wrap(text, max(1, width), break_long_words=False, break_on_hyphens=False)
+    return lines or [""]
+
+
+def _paragraph(text: str, width: int) -> list[str]:
+    """Break a text into lines like `_wrapped`. An empty text has no line."""
+    return _wrapped(text, width) if text else []
+
+
+def _longest(texts: list[str]) -> int:
+    return max(len(text) for text in texts)
 
 
 def _widths(columns: list[list[str]], room: int) -> list[int] | None:
-    """A width for every column within `room`, none below its longest word; None where there is not
-    so much room."""
+    """Find a width for every column, so that all fit `room` and no word is broken. Return None
+    where there is not so much room."""
     room -= GAP * (len(columns) - 1)
-    wanted = [max(map(len, column)) for column in columns]
+    wanted = [_longest(column) for column in columns]
     if sum(wanted) <= room:
         return wanted
-    widths = [max(len(word) for cell in column for word in cell.split(" ")) for column in columns]
+    widths = [_longest(" ".join(column).split(" ")) for column in columns]  # of single words
     if sum(widths) > room:
         return None
+    # Every column has its longest word. Each character that is left goes to the column whose
+    # longest cell takes the most lines.
     for _ in range(room - sum(widths)):
-        fullest = max(range(len(widths)), key=lambda i: wanted[i] / max(1, widths[i]))
+        lines = [full / max(1, width) for full, width in zip(wanted, widths, strict=True)]
+        fullest = lines.index(max(lines))
         widths[fullest] += 1
     return widths
 
 
 def _line(cells: list[str], widths: list[int], right: list[bool]) -> list[str]:
-    """One row of a table; its longest cell sets the number of lines."""
-    pieces = [_wrapped(cell, width) for cell, width in zip(cells, widths, strict=True)]
+    """Set one row of a table. The cell with the most lines sets the number of lines."""
+    pieces = [_wrapped(text, width) for text, width in zip(cells, widths, strict=True)]
     lines = []
     for parts in itertools.zip_longest(*pieces, fillvalue=""):
-        placed = zip(parts, widths, right, strict=True)
-        lines.append(
-            (" " * GAP).join(p.rjust(w) if r else p.ljust(w) for p, w, r in placed).rstrip()
-        )
+        padded = []
+        for part, width, is_number in zip(parts, widths, right, strict=True):
+            padded.append(part.rjust(width) if is_number else part.ljust(width))
+        lines.append((" " * GAP).join(padded).rstrip())
     return lines
 
 
 def _grid(rows: list[Row], names: list[str], room: int) -> list[list[str]] | None:
-    """Lines of the header and of every row, or None where they do not fit `room`."""
-    heads, cells = (
-        [n.replace("_", " ") for n in names],
-        [[cell(n, row[n]) for n in names] for row in rows],
-    )
-    widths = _widths([list(column) for column in zip(heads, *cells, strict=True)], room)
+    """Set the header and every row, each as a list of lines. Return None where the columns do not
+    fit `room`."""
+    headings = [_heading(name) for name in names]
+    cells = [_cells(row, names) for row in rows]
+    columns = [list(column) for column in zip(headings, *cells, strict=True)]
+    widths = _widths(columns, room)
     if widths is None:
         return None
-    right = [all(isinstance(row[n], int | float | None) for row in rows) for n in names]
+    # Numbers stand at the right of their column, so that their digits lie below each other.
+    right = [_has_kind(rows, name, int | float | None) for name in names]
     rule = (" " * GAP).join("-" * width for width in widths)
-    return [[*_line(heads, widths, right), rule], *(_line(row, widths, right) for row in cells)]
+    header = [*_line(headings, widths, right), rule]
+    return [header, *(_line(texts, widths, right) for texts in cells)]
 
 
 def _named(rows: list[Row], names: list[str], width: int) -> list[list[str]] | None:
-    """The same with every row's words on a line of their own above its numbers."""
-    words = [n for n in names if n == names[0] or all(isinstance(row[n], str) for row in rows)]
-    grid = _grid(rows, [n for n in names if n not in words], width - GAP)
+    """Set the rows in two parts: a row's words on a line of their own, and its numbers below, as a
+    grid. Return None where the numbers do not fit either."""
+    # The first column names the row, whatever it holds.
+    words = [name for name in names if name == names[0] or _has_kind(rows, name, str)]
+    numbers = [name for name in names if name not in words]
+    grid = _grid(rows, numbers, width - GAP)
     if grid is None:
         return None
-    above = [
-        ", ".join(words).replace("_", " "),
-        *(", ".join(cell(n, row[n]) for n in words) for row in rows),
-    ]
-    named = zip(above, grid, strict=True)
-    return [
-        [*_wrapped(name, width), *(" " * GAP + line for line in lines)] for name, lines in named
-    ]
+    above = [", ".join(_heading(name) for name in words)]
+    above += [", ".join(_cells(row, words)) for row in rows]
+    named = []
+    for text, lines in zip(above, grid, strict=True):
+        indented = [" " * GAP + line for line in lines]
+        named.append([*_wrapped(text, width), *indented])
+    return named
 
 
 def _cards(rows: list[Row], names: list[str], width: int) -> list[str]:
-    """Every row by itself, a line for each figure: what always fits."""
+    """Set every row by itself, with a line for each figure. This fits any width."""
     label = max((len(name) for name in names[1:]), default=0) + GAP
     lines = []
     for row in rows:
         lines.append(cell(names[0], row[names[0]]))
         for name in names[1:]:
             first, *more = _wrapped(cell(name, row[name]), width - GAP - label)
-            lines.append((" " * GAP + name.replace("_", " ").ljust(label) + first).rstrip())
+            lines.append((" " * GAP + _heading(name).ljust(label) + first).rstrip())
             lines += [" " * (GAP + label) + part for part in more]
     return lines
 
 
+def _untied(lines: Iterable[str]) -> list[str]:
+    """Put plain spaces between numbers and units, once all lines are broken."""
+    return [line.replace(TIE, " ") for line in lines]
+
+
 def fits(rows: list[Row], width: int) -> bool:
-    """Say whether every row of such a table has a line of its own."""
+    """Say whether the columns of such a table fit `width`."""
     return _grid(rows, list(rows[0]), width) is not None
+
+
+def _repeated(rows: list[Row]) -> list[str]:
+    """List the columns, beside the first, that have one value in all of several rows."""
+    if len(rows) < 2:
+        return []
+    repeated = []
+    for name in list(rows[0])[1:]:
+        values = [row[name] for row in rows]
+        if all(value == values[0] for value in values):
+            repeated.append(name)
+    return repeated
 
 
 def table(
     rows: list[Row], width: int, title: str = "", caption: str = "", alike: bool = True
 ) -> list[str]:
-    """Lines of at most `width` characters for rows of equal keys. What is the same in all rows is
-    said once, below, if `alike`. Where the columns do not fit, names and other words take a line of
-    their own; where that is not enough, every figure does. Only a word that is longer than `width`
+    """Set rows of equal keys in lines of at most `width` characters. If `alike`, a value that is
+    the same in all rows is written once, below. Where the columns do not fit, words take a line of
+    their own. Where that is not enough, every figure does. Only a word that is longer than `width`
     makes a longer line."""
-    head = _wrapped(title, width) if title else []
+    head = _paragraph(title, width)
     if not rows:
-        return [*head, "(nothing)", *(_wrapped(caption, width) if caption else [])]
-    first, *others = rows[0]
-    same = [
-        n for n in others if alike and len(rows) > 1 and all(row[n] == rows[0][n] for row in rows)
-    ]
-    names = [first, *(n for n in others if n not in same)]
+        return [*head, "(nothing)", *_paragraph(caption, width)]
+    repeated = _repeated(rows) if alike else []
+    names = [name for name in rows[0] if name not in repeated]
+    # From the closest form to the longest: a grid, words above numbers, a line for every figure.
     grid = _grid(rows, names, width)
     if grid is None and len(rows) > 1:
         grid = _named(rows, names, width)
-    body = _cards(rows, names, width) if grid is None else list(itertools.chain.from_iterable(grid))
-    told = ", ".join(f"{name.replace('_', ' ')} {cell(name, rows[0][name])}" for name in same)
-    notes = [
-        line
-        for text in (told and f"all rows: {told}", caption)
-        if text
-        for line in _wrapped(text, width)
-    ]
-    return [line.replace(TIE, " ") for line in (*head, *body, *notes)]
+    if grid is None:
+        body = _cards(rows, names, width)
+    else:
+        body = list(itertools.chain.from_iterable(grid))
+    notes = []
+    if repeated:
+        values = [f"{_heading(name)} {cell(name, rows[0][name])}" for name in repeated]
+        notes = _wrapped("all rows: " + ", ".join(values), width)
+    return _untied([*head, *body, *notes, *_paragraph(caption, width)])
 
 
 def terminal_width() -> int:
-    """Columns of the terminal, or what COLUMNS says; 80 where there is none."""
+    """Return the columns of the terminal, or what COLUMNS says. Without a terminal it is 80."""
     return shutil.get_terminal_size((80, 24)).columns
 
 
@@ -161,15 +212,17 @@ class Section(NamedTuple):
     across: bool = False
 
     def turned(self) -> list[Row]:
-        """The same figures with a column for each row."""
+        """Return the same figures with a column for each row."""
         first, *names = self.rows[0]
-        return [
-            {"": name} | {cell(first, row[first]): cell(name, row[name]) for row in self.rows}
-            for name in names
-        ]
+        headings = [cell(first, row[first]) for row in self.rows]
+        turned = []
+        for name in names:
+            values = [cell(name, row[name]) for row in self.rows]
+            turned.append({"": name, **dict(zip(headings, values, strict=True))})
+        return turned
 
     def lines(self, width: int) -> list[str]:
-        """Text of at most `width` characters a line."""
+        """Set the part in lines of at most `width` characters."""
         if not self.rows and self.title:
             return _wrapped(self.title, width)
         if not self.across:
@@ -177,33 +230,36 @@ class Section(NamedTuple):
         turned = self.turned()
         if fits(turned, width):
             return table(turned, width, self.title, self.note, alike=False)
-        title, note = (_wrapped(text, width) if text else [] for text in (self.title, self.note))
-        return [
-            line.replace(TIE, " ")
-            for line in (*title, *_cards(self.rows, list(self.rows[0]), width), *note)
-        ]
+        cards = _cards(self.rows, list(self.rows[0]), width)
+        return _untied([*_paragraph(self.title, width), *cards, *_paragraph(self.note, width)])
 
     def html(self) -> str:
-        """An HTML table between its title and its note."""
+        """Set an HTML table between its title and its note."""
+        title = _html_paragraph(self.title)
+        if not self.rows and self.title:
+            return title
         rows = self.turned() if self.across and self.rows else self.rows
-        names = [name.replace("_", " ") for name in rows[0]] if rows else []
-        cells = [
-            [cell(name, value).replace(TIE, " ") for name, value in row.items()] for row in rows
-        ]
+        headings = [_heading(name) for name in rows[0]] if rows else []
+        lines = [_html_row("th", headings)]
+        for row in rows:
+            texts = [cell(name, value) for name, value in row.items()]
+            lines.append(_html_row("td", _untied(texts)))
+        return f"{title}<table>{''.join(lines)}</table>{_html_paragraph(self.note)}"
 
-        def line(tag, row):
-            return "<tr>" + "".join(f"<{tag}>{html.escape(x)}</{tag}>" for x in row) + "</tr>"
 
-        said = [f"<p>{html.escape(text)}</p>" if text else "" for text in (self.title, self.note)]
-        if not rows and self.title:
-            return said[0]
-        return f"{said[0]}<table>{line('th', names)}{''.join(line('td', row) for row in cells)}</table>{said[1]}"
+def _html_paragraph(text: str) -> str:
+    return f"<p>{html.escape(text)}</p>" if text else ""
+
+
+def _html_row(tag: str, texts: list[str]) -> str:
+    cells = [f"<{tag}>{html.escape(text)}</{tag}>" for text in texts]
+    return f"<tr>{''.join(cells)}</tr>"
 
 
 class Table(list):
     """Rows, each a dict with the same keys: a list like any other, which `pandas.DataFrame(rows)`
     takes. It prints as a table as wide as the terminal, and shows as a table in a notebook. `about`
-    is what holds for all rows: versions, data, seed."""
+    holds the facts that all rows share: versions, data, seed."""
 
     def __init__(
         self, rows: Iterable[Row] = (), sections: Iterable[Section] = (), about: Row | None = None
@@ -213,8 +269,9 @@ class Table(list):
         self.about = about or {}
 
     def text(self, width: int) -> str:
-        """The printed form, at most `width` characters a line."""
-        return "\n\n".join("\n".join(section.lines(width)) for section in self.sections)
+        """Set all parts in lines of at most `width` characters."""
+        texts = ["\n".join(section.lines(width)) for section in self.sections]
+        return "\n\n".join(texts)
 
     def __repr__(self) -> str:
         return self.text(terminal_width())

@@ -1,4 +1,4 @@
-"""What every layer loses by every candidate, in one pass over the layers.
+"""The loss of every candidate in every layer, in one pass over the layers.
 
 A candidate codes the keys and values of one layer, all else exact. Its error is that of the layer's
 output: |h' - h|^2 over the tokens of the sequences that are scored. How much of the model's output
@@ -8,8 +8,8 @@ estimated as
 
     loss = divergence of the yardstick in this layer * error of the candidate / error of the yardstick
 
-A query sees sinks, its window and the tokens of its own unit exactly, and all others coded. What a candidate
-learns from text is fitted to the other sequences, layer by layer.
+A query sees sinks, its window and the tokens of its own unit exactly, and all others coded. The
+constants that a candidate learns from text are fitted to the other sequences, layer by layer.
 
 The state between two layers is the hidden states of one layer and the outputs that go on, so that a
 stopped pass continues. No keys or values are kept.
@@ -17,6 +17,7 @@ stopped pass continues. No keys or values are kept.
 
 import dataclasses
 import functools
+import operator
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -45,7 +46,7 @@ Rows = Float[Array | np.ndarray, "N T E"]  # hidden states of sequences
 
 
 class Scores(NamedTuple):
-    """Of one pass. C candidates, L layers."""
+    """The scores of one pass. C candidates, L layers."""
 
     errors: Float[np.ndarray, "L C"]  # of layers' outputs, squared
     divergences: Float[np.ndarray, " L"]  # of the yardstick in one layer, nats
@@ -62,7 +63,8 @@ class Scores(NamedTuple):
 def _exact(params, index, h: Rows, config: ModelConfig) -> Rows:
     """Run a layer on sequences, one at a time."""
     positions = jnp.arange(h.shape[1])[None]
-    weights, turns = decoder.layer(params, index), positions_of_layer(positions, config, index)
+    weights = decoder.layer(params, index)
+    turns = positions_of_layer(positions, config, index)
 
     def row_pass(row):
         row = decoder.up_to(params, index, row[None], config)
@@ -77,8 +79,11 @@ def _exact(params, index, h: Rows, config: ModelConfig) -> Rows:
 def _recent(length: int, sinks: int, clocks: tuple[Clock, ...]) -> Bool[np.ndarray, "T T"]:
     """Mark the keys that are still exact when a query reads them: sinks, those of the window, and
     those of the query's own unit."""
-    queries, keys = np.arange(length)[:, None], np.arange(length)[None]
-    unit, window = max(clock.unit for clock in clocks), min(clock.window for clock in clocks)
+    queries = np.arange(length)[:, None]
+    keys = np.arange(length)[None]
+    # Keys and values may have clocks of their own. One mask serves both.
+    unit = max(clock.unit for clock in clocks)
+    window = min(clock.window for clock in clocks)
     same_unit = (queries - sinks) // unit == (keys - sinks) // unit
     return (keys < sinks) | (queries - keys < window) | same_unit
 
@@ -94,19 +99,25 @@ def _coded(method: Method, place: int, config: ModelConfig) -> Callable:
         weights = decoder.layer(params, index)
 
         def coded(sources: dict) -> dict:
-            """Code all tokens behind the sinks that fill whole units."""
+            """Encode and decode all tokens behind the sinks that fill whole units."""
+
+            def decoded(tile: dict) -> dict:
+                _, recon, _ = wiring.maps.encode(constants, tile, {})
+                return recon
+
             result = {}
+            start = method.sinks
             for clock in wiring.storage.clocks:
-                own = {name: sources[name][0] for name in clock.sources}
-                stop = method.sinks + (h.shape[1] - method.sinks) // clock.unit * clock.unit
-                tiles = {
-                    name: x[method.sinks : stop].reshape(-1, clock.unit, x.shape[-1])
-                    for name, x in own.items()
-                }
-                new = jax.vmap(lambda tile: wiring.maps.encode(constants, tile, {})[1])(tiles)
-                for name, x in own.items():
-                    body = new[name].reshape(-1, x.shape[-1]).astype(x.dtype)
-                    result[name] = jnp.concatenate([x[: method.sinks], body, x[stop:]])[None]
+                units = (h.shape[1] - start) // clock.unit
+                stop = start + units * clock.unit
+                tokens = {name: sources[name][0] for name in clock.sources}
+                tiles = {}
+                for name, x in tokens.items():
+                    tiles[name] = x[start:stop].reshape(-1, clock.unit, x.shape[-1])
+                bodies = jax.vmap(decoded)(tiles)
+                for name, x in tokens.items():
+                    body = bodies[name].reshape(-1, x.shape[-1]).astype(x.dtype)
+                    result[name] = jnp.concatenate([x[:start], body, x[stop:]])[None]
             return result
 
         seen = decoder.causal_mask(h.shape[1], index, config)
@@ -118,11 +129,10 @@ def _coded(method: Method, place: int, config: ModelConfig) -> Callable:
             row = decoder.up_to(params, index, row[None], config)
             projected = decoder.project(weights, row, positions, config, index)
             sources = wiring.maps.capture(weights, constants, projected, positions)
-            parts = [
-                wiring.maps.expand(weights, constants, part, positions)
-                for part in (coded(sources), sources)
-            ]
-            k, v = (jnp.concatenate(x, 1).astype(row.dtype) for x in zip(*parts, strict=True))
+            coded_k, coded_v = wiring.maps.expand(weights, constants, coded(sources), positions)
+            exact_k, exact_v = wiring.maps.expand(weights, constants, sources, positions)
+            k = jnp.concatenate([coded_k, exact_k], 1).astype(row.dtype)
+            v = jnp.concatenate([coded_v, exact_v], 1).astype(row.dtype)
             attended = segment_attention(projected.q, k, v, mask, config.softcap)
             attended = with_sinks(attended, weights.get("score_sinks")).out
             return decoder.finish(weights, row, attended, config)[0]
@@ -141,14 +151,20 @@ def _squared(a: Rows, b: Rows) -> Float[Array, ""]:
 def _divergences(
     params, h: Float[Array, "L T E"], reference: Float[Array, "T E"], config: ModelConfig
 ) -> Float[Array, " L"]:
-    """Compute the mean KL divergence of what outputs of the last layer predict, one at a time."""
+    """Compute the mean KL divergence of the predictions from outputs of the last layer, one output at
+    a time."""
 
     def logits(row):
         row = decoder.up_to(params, config.num_layers, row[None], config)
         return decoder.unembed(params, row, config)
 
-    exact_logits, blank = logits(reference), jnp.zeros((1, h.shape[1]), jnp.int32)
-    return jax.lax.map(lambda row: token_scores(logits(row), exact_logits, blank).kld.mean(), h)
+    exact_logits = logits(reference)
+    targets = jnp.zeros((1, h.shape[1]), jnp.int32)  # any: the divergence does not depend on them
+
+    def divergence(row):
+        return token_scores(logits(row), exact_logits, targets).kld.mean()
+
+    return jax.lax.map(divergence, h)
 
 
 # --- What candidates learn of one layer
@@ -161,7 +177,7 @@ def _fitted(method: Method, data: Captured) -> dict:
         return captured_fitter(part.fit, part.method)(data, part.method, None)
 
     artifact = calibrated(method, data.shape, fit_part, None, lambda steps, total: None)
-    return jax.tree.map(lambda x: x[0], artifact.constants[0])
+    return jax.tree.map(operator.itemgetter(0), artifact.constants[0])
 
 
 @functools.partial(jax.jit, static_argnames="shape")
@@ -171,7 +187,7 @@ def _as_given(q: Float[Array, "N T H D"], shape: KVShape) -> Float[Array, "N T H
 
 
 def _tensors(model: Model, index: int, h: Rows) -> tuple[Captured, Rows]:
-    """Compute what calibrations read of one layer, and the layer's output."""
+    """Compute the tensors of one layer that calibrations read, and the layer's output."""
     layers = of_model(model, exact(), np.zeros(h.shape[:2], np.int32))
     # Queries are scaled already.
     shape = dataclasses.replace(model.config.layer(index).alone, scale=None)
@@ -190,7 +206,7 @@ def _tensors(model: Model, index: int, h: Rows) -> tuple[Captured, Rows]:
 def _constants_of(
     model: Model, method: Method, place: int, index: int, data: Captured | None
 ) -> dict:
-    """Give the constants of one layer: from the weights, or learnt from the layer's tensors."""
+    """Find the constants of one layer: from the weights, or learnt from the layer's tensors."""
     if learns(method, model.config):
         assert data is not None
         return _fitted(method, data)
@@ -198,7 +214,7 @@ def _constants_of(
     if not runs:
         return {}
     first = runs_for(method, model.config)[place].first
-    return jax.tree.map(lambda x: x[index - first], runs[place])
+    return jax.tree.map(operator.itemgetter(index - first), runs[place])
 
 
 # --- All layers
@@ -230,10 +246,12 @@ def scored(
     if not any(learns(method, config) for method in candidates):
         learnt = learnt[:0]
     dtype = params["embed"].dtype
-    places = [
-        [n for n, run in enumerate(runs_for(method, config)) for _ in range(run.count)]
-        for method in candidates
-    ]
+    places = []  # of each candidate: the run that each layer is in
+    for method in candidates:
+        run_of_layer = []
+        for number, run in enumerate(runs_for(method, config)):
+            run_of_layer += [number] * run.count
+        places.append(run_of_layer)
 
     def embedded(tokens) -> np.ndarray:
         return np.asarray(decoder.embed(params, jnp.asarray(tokens), config), np.float32)
@@ -241,15 +259,16 @@ def scored(
     def step(progress: dict) -> dict:
         layer = int(progress["done"])
         index = jnp.int32(layer)
-        below, h = (jnp.asarray(progress[name], dtype) for name in ("learnt", "h"))
+        below = jnp.asarray(progress["learnt"], dtype)
+        h = jnp.asarray(progress["h"], dtype)
         data = None
         if len(below):
             data, below = _tensors(model, layer, below)
         above = _exact(params, index, h, config)
-        others = [
-            np.asarray(_exact(params, index, jnp.asarray(x, dtype), config), np.float32)
-            for x in progress["others"]
-        ]
+        others = []  # outputs of the yardstick in this layer or in one below, which go on exactly
+        for x in progress["others"]:
+            output = _exact(params, index, jnp.asarray(x, dtype), config)
+            others.append(np.asarray(output, np.float32))
         errors = []
         for number, method in enumerate(candidates):
             place = places[number][layer]
@@ -275,9 +294,8 @@ def scored(
     }
     owner = identity(model.fingerprint, repr(candidates), str(yardstick), learnt, held_out)
     end = stepped(start, config.num_layers, step, state, owner, advance)
-    outputs, references = (jnp.asarray(x, dtype) for x in (end["others"], end["h"]))
-    divergences = [
-        _divergences(params, outputs[:, row], reference, config)
-        for row, reference in enumerate(references)
-    ]
+    outputs = jnp.asarray(end["others"], dtype)
+    divergences = []
+    for row, reference in enumerate(jnp.asarray(end["h"], dtype)):
+        divergences.append(_divergences(params, outputs[:, row], reference, config))
     return Scores(end["errors"], np.mean(divergences, 0))

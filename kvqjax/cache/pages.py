@@ -3,7 +3,8 @@
     cache = kvq.init_cache(model, method, 8, 4096, pages=24)      # instead of the 32 that 8 full rows need
     pool = kvq.PagePool(24)
     table = np.full(cache.pages.shape, -1, np.int32)              # a row's pages in the order of its tokens
-    table[0, :2] = pool.take(2) cache = kvq.with_pages(cache, table)
+    table[0, :2] = pool.take(2)
+    cache = kvq.with_pages(cache, table)
 
 A page holds all fields of some consecutive body tokens of one row, in all layers. Its size is a
 multiple of the blocks in which bodies are read, so that no group and no word spans two pages.
@@ -39,11 +40,11 @@ MOST_PAGES = 2**24  # of a pool; its table takes 16 bytes a page on the host
 
 
 class PoolExhausted(UserError):
-    """More pages are wanted than are free. Nobody lost one."""
+    """Not enough pages are free. No page was given out or taken back."""
 
 
 class PagePool:
-    """Which pages of a pool are in use, and by how many: host code, for one thread.
+    """The pages of a pool that are in use, and how many users each has: host code, for one thread.
 
     Args:
         pages: in the pool.
@@ -54,19 +55,20 @@ class PagePool:
 
     def __init__(self, pages: int):
         self._users = [0] * check_integer("pages", pages, 1, MOST_PAGES)
-        self._free = list(range(pages - 1, -1, -1))  # the lowest numbers are given out first
+        # Pages are given out from the end: the lowest numbers first.
+        self._free = list(range(pages - 1, -1, -1))
 
     def __len__(self) -> int:
         return len(self._users)
 
     @property
     def free(self) -> int:
-        """Pages that nobody uses."""
+        """The number of pages without a user."""
         return len(self._free)
 
     @property
     def shared(self) -> int:
-        """Pages that more than one row uses."""
+        """The number of pages with more than one user."""
         return sum(users > 1 for users in self._users)
 
     def users(self, page: int) -> int:
@@ -74,7 +76,7 @@ class PagePool:
         return self._users[check_integer("page", page, 0, len(self) - 1)]
 
     def take(self, count: int) -> list[int]:
-        """Give `count` free pages to one user.
+        """Take `count` free pages for one user.
 
         Raises:
             UserError: `count` is no whole number of at least 0.
@@ -91,7 +93,7 @@ class PagePool:
         return pages
 
     def share(self, pages: Iterable[int]) -> list[int]:
-        """Give pages that are in use to one more user.
+        """Count one more user of pages that are in use.
 
         Raises:
             UserError: a page that nobody uses. None is shared then.
@@ -103,7 +105,7 @@ class PagePool:
         return pages
 
     def drop(self, pages: Iterable[int]) -> None:
-        """Take pages back from one user. Those that nobody uses any more are free.
+        """Count one user fewer of pages. Those without a user are free.
 
         Raises:
             UserError: a page that nobody uses. None is taken back then.
@@ -124,7 +126,7 @@ class PagePool:
 
 
 def _require_pool(cache: Cache) -> int:
-    """Give the last page of a cache's pool; raise UserError where it has none."""
+    """Return the last page of a cache's pool. Raise UserError where it has none."""
     check_cache(cache)
     if cache.pages is None or cache.layout.pool is None:
         raise UserError(
@@ -154,8 +156,9 @@ def with_pages(cache: Cache, table: Int[np.ndarray, "B N"] | Int[Array, "B N"]) 
     assert cache.pages is not None
     check_integers("table", table, cache.pages.shape, "the pages of every row")
     check_within("table", table, NO_PAGE, most, f"from {NO_PAGE} to {most}, the pool's pages")
-    for row, pages in enumerate(np.asarray(table).tolist() if is_known(table) else ()):
-        numbers = [page for page in pages if page >= 0]
+    known_rows = np.asarray(table).tolist() if is_known(table) else []
+    for row, row_pages in enumerate(known_rows):
+        numbers = [page for page in row_pages if page >= 0]
         # A row that had a page twice would overwrite its own tokens.
         if len(set(numbers)) < len(numbers):
             raise UserError(f"a page stands twice in row {row} of the table: {numbers}")
@@ -167,9 +170,12 @@ def check_pages(
     layout: CacheLayout, table: Int[np.ndarray, "B N"], tokens: Int[np.ndarray, " B"]
 ) -> None:
     """Raise UserError where a row lacks pages for its tokens."""
-    counts = np.cumprod(table >= 0, axis=1).sum(1)
-    for row, (count, length) in enumerate(zip(counts.tolist(), tokens.tolist(), strict=True)):
-        if count < (need := pages_needed(layout, length)):
+    # Pages up to the first that is missing: those behind it hold none of the row's tokens.
+    counts = np.cumprod(table >= 0, axis=1).sum(1).tolist()
+    lengths = tokens.tolist()
+    for row, (count, length) in enumerate(zip(counts, lengths, strict=True)):
+        need = pages_needed(layout, length)
+        if count < need:
             raise UserError(
                 f"row {row} would hold {length} tokens, which take {need} pages, and it has {count}; "
                 "kvqjax.with_pages gives it more"
@@ -198,13 +204,15 @@ def _joined(
     spans = packing.spans(stored, page, layer, flat, jnp.broadcast_to(first, flat.shape), size)
     axis = packing.token_axis
 
-    # Blocks follow one another along the axis of tokens in every packing, so that pages need only
-    # stand in their order.
     def join(x: Array) -> Array:
+        # Blocks follow one another along the axis of tokens in every packing, so that pages need
+        # only stand in their order.
         by_page = jnp.moveaxis(x.reshape(1, batch, count, *x.shape[2:]), 2, axis)
         return by_page.reshape(*by_page.shape[:axis], -1, *by_page.shape[axis + 2 :])
 
-    return tuple(map(join, spans)) if count > 1 else spans
+    if count == 1:
+        return spans
+    return tuple(join(x) for x in spans)
 
 
 def joined_pages(
@@ -223,22 +231,25 @@ def joined_pages(
     Returns:
         A body of this layer alone, in which every row has `size` slots of its own.
     """
-    count, of_page = max(1, size // run.page), min(size, run.page)
+    count = max(1, size // run.page)
+    of_page = min(size, run.page)
     rows = jax.lax.dynamic_slice_in_dim(pages, floor_divide(at, run.page), count, 1)
     first = modulo(jnp.asarray(at, jnp.int32), run.page)
-    return {
-        source: {
-            name: _joined(field.packing, run.page, body[source][name], layer, rows, first, of_page)
-            for name, field in codec.fields.items()
-        }
-        for source, codec in run.wiring.storage.codecs.items()
-    }
+    joined: dict = {}
+    for source, codec in run.wiring.storage.codecs.items():
+        joined[source] = {}
+        for name, field in codec.fields.items():
+            stored = body[source][name]
+            joined[source][name] = _joined(
+                field.packing, run.page, stored, layer, rows, first, of_page
+            )
+    return joined
 
 
 @jax.jit
 @jax.enable_x64(False)
 def without_pages(cache: Cache) -> Cache:
-    """Give a cache whose rows have bodies of their own, as `init_cache` makes it without `pages=`.
+    """Copy pages into bodies of single rows, as `init_cache` makes them without `pages=`.
 
     Args:
         cache: any; one without pages is given back.
@@ -249,24 +260,26 @@ def without_pages(cache: Cache) -> Cache:
     """
     if cache.pages is None:
         return cache
-    layout, pages = dataclasses.replace(cache.layout, pool=None), cache.pages
+    pages = cache.pages
+    layout = dataclasses.replace(cache.layout, pool=None)
 
     def moved(paged: RunLayout, run: RunLayout, body: dict) -> dict:
-        layers = [
-            joined_pages(paged, body, layer, pages, 0, paged.slots) for layer in range(run.count)
-        ]
+        layers = []
+        for layer in range(run.count):
+            layers.append(joined_pages(paged, body, layer, pages, 0, paged.slots))
         joined = jax.tree.map(lambda *parts: jnp.concatenate(parts), *layers)
-        return {
-            source: {
+        cut: dict = {}
+        for source, codec in run.wiring.storage.codecs.items():
+            cut[source] = {}
+            for name, stored in joined[source].items():
                 # Pages may reach beyond the last block of the capacity, where no token lies.
-                name: codec.fields[name].packing.resized(stored, paged.slots, run.slots)
-                for name, stored in joined[source].items()
-            }
-            for source, codec in run.wiring.storage.codecs.items()
-        }
+                packing = codec.fields[name].packing
+                cut[source][name] = packing.resized(stored, paged.slots, run.slots)
+        return cut
 
-    plans = zip(runs_of(cache.layout), runs_of(layout), cache.runs, strict=True)
-    bodies = [moved(old, new, state.body) if old.page else {} for old, new, state in plans]
+    bodies: list[dict] = []
+    for old, new, state in zip(runs_of(cache.layout), runs_of(layout), cache.runs, strict=True):
+        bodies.append(moved(old, new, state.body) if old.page else {})
     return _with_bodies(cache, bodies).replace(pages=None, layout=layout)
 
 
@@ -274,40 +287,42 @@ def without_pages(cache: Cache) -> Cache:
 
 
 def _paged_bodies(cache: Cache) -> tuple[dict, ...]:
-    """Give the bodies that lie in pages; an empty one for each run whose body does not."""
-    return tuple(
-        state.body if run.page else {}
-        for run, state in zip(runs_of(cache.layout), cache.runs, strict=True)
-    )
+    """Return the bodies that lie in pages; an empty one for each run whose body does not."""
+    runs = zip(runs_of(cache.layout), cache.runs, strict=True)
+    return tuple(state.body if run.page else {} for run, state in runs)
 
 
 def _with_bodies(cache: Cache, bodies: Iterable[dict]) -> Cache:
     """Put other bodies, one for each run, in the place of those that lie in pages."""
-    runs = zip(runs_of(cache.layout), cache.runs, bodies, strict=True)
-    return cache.replace(
-        runs=tuple(state.replace(body=body) if run.page else state for run, state, body in runs)
-    )
+    states = []
+    for run, state, body in zip(runs_of(cache.layout), cache.runs, bodies, strict=True):
+        states.append(state.replace(body=body) if run.page else state)
+    return cache.replace(runs=tuple(states))
 
 
 def without_bodies(cache: Cache) -> Cache:
-    """Give a cache's rows without what lies in pages. It is no cache to attend to until
+    """Take away the bodies that lie in pages. The result is no cache to attend to until
     `with_bodies_of`."""
     return _with_bodies(cache, ({} for _ in cache.runs))
 
 
 def with_bodies_of(cache: Cache, other: Cache) -> Cache:
-    """Give a cache's rows the pages of another cache of the same layout. The other one must not be
+    """Take the pages of another cache of the same layout. The other one must not be
     used further where a program is given the result to change in place."""
     return _with_bodies(cache, (state.body for state in other.runs))
 
 
 def read_page(cache: Cache, page: Int[Array, ""]) -> tuple[dict, ...]:
     """Copy one page of all layers: for `write_page`."""
-    return jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, page, 1, 1), _paged_bodies(cache))
+
+    def cut(x: Array) -> Array:
+        return jax.lax.dynamic_slice_in_dim(x, page, 1, 1)
+
+    return jax.tree.map(cut, _paged_bodies(cache))
 
 
 def write_page(cache: Cache, page: Int[Array, ""], content: tuple[dict, ...]) -> Cache:
-    """Put what `read_page` gave, of this cache or one like it, into a page."""
+    """Write a page that `read_page` copied, of this cache or one like it, into a page."""
 
     def put(x: Array, part: Array) -> Array:
         return jax.lax.dynamic_update_slice_in_dim(x, part, page, 1)
@@ -333,14 +348,13 @@ def copy_page(cache: Cache, source: Int[Array, ""] | int, target: Int[Array, ""]
     """
     most = _require_pool(cache)
     for name, page in (("source", source), ("target", target)):
-        check_integers(
-            name, np.asarray(page) if isinstance(page, int) else page, (), "the number of a page"
-        )
+        number = np.asarray(page) if isinstance(page, int) else page
+        check_integers(name, number, (), "the number of a page")
         check_within(name, page, 0, most, f"from 0 to {most}, the pool's pages")
     return copied_page(cache, jnp.asarray(source), jnp.asarray(target))
 
 
 @functools.partial(jax.jit, donate_argnames="cache")
 def copied_page(cache: Cache, source: Int[Array, ""], target: Int[Array, ""]) -> Cache:
-    """Do `copy_page` of pages that are there."""
+    """Copy a page as `copy_page`, without its checks."""
     return write_page(cache, target, read_page(cache, source))

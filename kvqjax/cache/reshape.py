@@ -18,6 +18,7 @@ contents, as in every cache."""
 
 import dataclasses
 import functools
+import operator
 from collections.abc import Callable
 
 import jax
@@ -67,7 +68,8 @@ def stored_tile(
     Returns:
         The tile. Its contents are undefined for tokens that the row does not hold, below 0 and
         beyond the end too."""
-    field, stored = run.wiring.storage.codecs[source].fields[name], state.body[source][name]
+    field = run.wiring.storage.codecs[source].fields[name]
+    stored = state.body[source][name]
     packing = field.packing.in_bits  # 16-bit numbers travel as the integers that hold their bits
     # The tile may begin inside a block. One more block than its size is read, and the tile is cut
     # out of them. Modulo the body's blocks every number is a valid one, in rings and beyond the
@@ -92,28 +94,41 @@ def _moved_field(run: RunLayout, field: Field, encoded: Int[Array, " B"], tile: 
     Returns:
         The field's arrays. Slots behind the longest row's last token are not written."""
     packing = field.packing
-    count, batch, blocks = run.count, encoded.shape[0], run.slots // run.block
-    most = max(1, MOST_AT_ONCE // run.block)
-    at_once = max(n for n in range(1, blocks + 1) if blocks % n == 0 and n <= most)
-    size = run.block * (1 if run.wraps else at_once)
-    chunks, used_chunks = run.slots // size, run.slots // size
+    count = run.count
+    batch = encoded.shape[0]
+    size = run.block if run.wraps else _chunk(run)
+    chunks = run.slots // size
+    used_chunks = chunks
     if not run.wraps:  # in a ring any block may hold the newest tokens, so that all are written
         used_chunks = jnp.minimum(chunks, (encoded.max() + size - 1) // size)
 
     def put(number, out):
         # One loop goes over chunks of slots, then layers, then rows. `line` numbers the rows of all
         # layers.
-        chunk, line = number // (count * batch), number % (count * batch)
-        layer, row = line // batch, line % batch
+        chunk = number // (count * batch)
+        line = number % (count * batch)
+        layer = line // batch
+        row = line % batch
         token = chunk * size
-        if run.wraps:  # the newest block of the row that has its place here: the greatest j <= last, j mod chunks = chunk  # noqa: E501
+        if run.wraps:
+            # The newest block of the row that has its place here: the greatest j <= last with
+            # j mod chunks = chunk.
             last = jnp.floor_divide(encoded[row] - 1, size)
             token = (last - jnp.mod(last - chunk, chunks)) * size
         return packing.in_bits.write(out, (layer, row), chunk * size, tile(layer, row, token, size))
 
-    return jax.lax.fori_loop(
-        0, used_chunks * count * batch, put, packing.allocate((count, batch), run.slots)
-    )
+    turns = used_chunks * count * batch
+    return jax.lax.fori_loop(0, turns, put, packing.allocate((count, batch), run.slots))
+
+
+def _chunk(run: RunLayout) -> int:
+    """Choose how many tokens of a row are moved at a time: the most whole blocks, up to
+    MOST_AT_ONCE tokens, that divide the body."""
+    blocks = run.slots // run.block
+    at_once = max(1, MOST_AT_ONCE // run.block)
+    while blocks % at_once:
+        at_once -= 1
+    return run.block * at_once
 
 
 def moved_body(run: RunLayout, encoded: tuple[Int[Array, " B"], ...], tile: Tile) -> dict:
@@ -126,19 +141,20 @@ def moved_body(run: RunLayout, encoded: tuple[Int[Array, " B"], ...], tile: Tile
 
     Returns:
         {source: {field: arrays}}; empty where the plan has no slots."""
-    body = {}
+    body: dict = {}
+    if not run.slots:
+        return body
     for clock, tokens in zip(run.wiring.storage.clocks, encoded, strict=True):
-        for source in clock.sources if run.slots else ():
-            fields = run.wiring.storage.codecs[source].fields
-            body[source] = {
-                name: _moved_field(run, field, tokens, functools.partial(tile, source, name, field))
-                for name, field in fields.items()
-            }
+        for source in clock.sources:
+            body[source] = {}
+            for name, field in run.wiring.storage.codecs[source].fields.items():
+                field_tile = functools.partial(tile, source, name, field)
+                body[source][name] = _moved_field(run, field, tokens, field_tile)
     return body
 
 
 def padded_body(old: RunLayout, new: RunLayout, body: dict) -> dict:
-    """Give a body more or fewer slots.
+    """Change the number of a body's slots.
 
     Args:
         old: The plan of the body, which keeps all tokens in their order.
@@ -153,17 +169,20 @@ def padded_body(old: RunLayout, new: RunLayout, body: dict) -> dict:
         axis = packing.token_axis
         # Every device's share becomes longer or shorter by itself: [.., devices, slots_here, ..].
         shares = x.reshape(*x.shape[:axis], devices, -1, *x.shape[axis + 1 :])
-        resize = jax.vmap(lambda x: packing.resized((x,), old.slots, new.slots)[0], axis, axis)
-        return resize(shares).reshape(*x.shape[:axis], -1, *x.shape[axis + 1 :])
 
-    def fields_of(source: str, fields: dict) -> dict:
-        plans = old.wiring.storage.codecs[source].fields
-        return {
-            name: tuple(resized(plans[name].packing, x) for x in stored)
-            for name, stored in fields.items()
-        }
+        def of_device(share: Array) -> Array:
+            return packing.resized((share,), old.slots, new.slots)[0]
 
-    return {source: fields_of(source, fields) for source, fields in body.items()}
+        resized_shares = jax.vmap(of_device, axis, axis)(shares)
+        return resized_shares.reshape(*x.shape[:axis], -1, *x.shape[axis + 1 :])
+
+    padded: dict = {}
+    for source, fields in body.items():
+        padded[source] = {}
+        for name, stored in fields.items():
+            packing = old.wiring.storage.codecs[source].fields[name].packing
+            padded[source][name] = tuple(resized(packing, x) for x in stored)
+    return padded
 
 
 def moved_window(
@@ -190,39 +209,43 @@ def moved_window(
     if isinstance(shift, int) and old == new and shift % old == 0:
         return array
     slots = jnp.mod(ring_tokens(new, jnp.maximum(end - new, 0)) + shift, old)
+    # [B, new] gets axes of one around it, until it has as many as `array`.
     index = slots.reshape((1,) * (axis - 1) + slots.shape + (1,) * (array.ndim - axis - 1))
     return jnp.take_along_axis(array, index, axis)
 
 
 def check_means(old: CacheLayout, new: CacheLayout) -> None:
     """Raise UserError for layouts between which no cache can be resized, whatever its rows hold."""
-    if old.dealt > 1 and not all(
-        _is_padded(a, b) for a, b in zip(runs_of(old), runs_of(new), strict=True)
-    ):
-        raise UserError(
-            f"a body dealt over {old.dealt} devices cannot change from a capacity of {old.capacity} to {new.capacity}: "
-            "its blocks or rings would have another length; make a cache with that capacity and fill it"
-        )
+    if old.dealt <= 1:
+        return
+    for old_run, new_run in zip(runs_of(old), runs_of(new), strict=True):
+        if not _is_padded(old_run, new_run):
+            raise UserError(
+                f"a body dealt over {old.dealt} devices cannot change from a capacity of {old.capacity} to "
+                f"{new.capacity}: its blocks or rings would have another length; make a cache with that capacity "
+                "and fill it"
+            )
 
 
 def _is_padded(old: RunLayout, new: RunLayout) -> bool:
     """Say whether the arrays of a run's body only become longer or shorter."""
-    codecs = old.wiring.storage.codecs
+    if old.wraps or new.wraps or old.budget or new.budget:
+        return False  # slots are not in the order of tokens
+    if old.deal != new.deal or (old.slots > 0) != (new.slots > 0):
+        return False
+    if old.wiring.storage == new.wiring.storage:
+        return True
     # Long bodies on CPUs are packed in another way than short ones (kvqjax/cache/runs.py).
-    same_fields = old.wiring.storage == new.wiring.storage or all(
-        codec.fields == new.wiring.storage.codecs[source].fields for source, codec in codecs.items()
-    )
-    linear = not (old.wraps or new.wraps or old.budget or new.budget)
-    both_or_neither = (old.slots > 0) == (new.slots > 0)
-    return same_fields and linear and old.deal == new.deal and both_or_neither
+    new_codecs = new.wiring.storage.codecs
+    old_codecs = old.wiring.storage.codecs.items()
+    return all(codec.fields == new_codecs[source].fields for source, codec in old_codecs)
 
 
 def _groups(cache: Cache) -> Bool[Array, "B G"]:
     """Mark the groups of an evicting body that hold a token."""
-    positions, unit = (
-        cache.kept["positions"],
-        runs_of(cache.layout)[0].wiring.storage.clocks[0].unit,
-    )
+    positions = cache.kept["positions"]
+    # With eviction all sources have one clock.
+    unit = runs_of(cache.layout)[0].wiring.storage.clocks[0].unit
     return (positions.reshape(positions.shape[0], -1, unit) >= 0).any(-1)
 
 
@@ -239,18 +262,19 @@ def excess(cache: Cache, layout: CacheLayout) -> tuple[Int[Array, " B"], Bool[Ar
     most = jnp.full_like(cache.lengths, layout.capacity)
     misfits = cache.lengths > most
     if "positions" in cache.kept:
-        body_tokens = _groups(cache).sum(1) * runs_of(cache.layout)[0].wiring.storage.clocks[0].unit
+        unit = runs_of(cache.layout)[0].wiring.storage.clocks[0].unit
+        body_tokens = _groups(cache).sum(1) * unit
         crowded = body_tokens > runs_of(layout)[0].budget
         # Which groups a crop leaves depends on positions: only an empty row fits for sure.
         return jnp.where(crowded, 0, most), misfits | crowded
     for run, new, state in zip(runs_of(cache.layout), runs_of(layout), cache.runs, strict=True):
+        if new.wraps:
+            continue  # a ring keeps the newest tokens, however many were encoded
         for clock, count in zip(run.wiring.storage.clocks, state.flushed, strict=True):
-            if (
-                not new.wraps
-            ):  # a crop may have left more encoded than rows of that capacity ever encode
-                crowded = count * clock.unit > new.slots
-                most = jnp.where(crowded, jnp.minimum(most, new.slots + layout.method.sinks), most)
-                misfits = misfits | crowded
+            # A crop may have left more encoded than rows of that capacity ever encode.
+            crowded = count * clock.unit > new.slots
+            most = jnp.where(crowded, jnp.minimum(most, new.slots + layout.method.sinks), most)
+            misfits = misfits | crowded
     return most, misfits
 
 
@@ -267,11 +291,10 @@ def with_layout(cache: Cache, layout: CacheLayout) -> Cache:
         The cache in that layout."""
     body_lengths = cache.lengths - layout.method.sinks
     kept, order = _kept(cache, layout)
-    runs = tuple(
-        _resized_run(old, new, state, body_lengths, order)
-        for old, new, state in zip(runs_of(cache.layout), runs_of(layout), cache.runs, strict=True)
-    )
-    return cache.replace(runs=runs, kept=kept, layout=layout)
+    runs = []
+    for old, new, state in zip(runs_of(cache.layout), runs_of(layout), cache.runs, strict=True):
+        runs.append(_resized_run(old, new, state, body_lengths, order))
+    return cache.replace(runs=tuple(runs), kept=kept, layout=layout)
 
 
 def _resized_run(
@@ -279,10 +302,9 @@ def _resized_run(
 ) -> Run:
     """Move the arrays of a run from its plan `old` to its plan `new`. `order` is that of
     `_kept`."""
-    window = {
-        name: moved_window(old.ring, new.ring, body_lengths, 0, x)
-        for name, x in state.window.items()
-    }
+    window = {}
+    for name, x in state.window.items():
+        window[name] = moved_window(old.ring, new.ring, body_lengths, 0, x)
     return state.replace(body=_body(old, new, state, order), window=window)
 
 
@@ -297,8 +319,8 @@ def _body(old: RunLayout, new: RunLayout, state: Run, order: Int[Array, "B G"] |
         return padded_body(old, new, state.body)
     if order is not None:
         return _body_of_groups(old, new, state, order)
-    units = zip(state.flushed, old.wiring.storage.clocks, strict=True)
-    encoded = tuple(count * clock.unit for count, clock in units)
+    clocks = zip(state.flushed, old.wiring.storage.clocks, strict=True)
+    encoded = tuple(count * clock.unit for count, clock in clocks)
 
     def tile(source, name, field, layer, row, token, size):
         return stored_tile(old, state, source, name, layer, row, token, size)
@@ -316,22 +338,15 @@ def _body_of_groups(old: RunLayout, new: RunLayout, state: Run, order: Int[Array
 
     def tile(source, name, field, layer, row, token, size):
         def group(number):
-            return stored_tile(
-                old,
-                state,
-                source,
-                name,
-                layer,
-                row,
-                order[row, token // unit + number] * unit,
-                unit,
-            )
+            first = order[row, token // unit + number] * unit
+            return stored_tile(old, state, source, name, layer, row, first, unit)
 
         return field.join_tiles(jax.vmap(group)(jnp.arange(size // unit)))
 
     # All slots are written: with eviction `flushed` counts every unit that left the window, not
     # those in the body.
-    return moved_body(new, (jnp.full((order.shape[0],), new.slots, jnp.int32),), tile)
+    encoded = jnp.full((order.shape[0],), new.slots, jnp.int32)
+    return moved_body(new, (encoded,), tile)
 
 
 def _kept(cache: Cache, layout: CacheLayout) -> tuple[dict, Int[Array, "B G"] | None]:
@@ -345,11 +360,13 @@ def _kept(cache: Cache, layout: CacheLayout) -> tuple[dict, Int[Array, "B G"] | 
         (`Cache.kept`; the groups of the old body in the order in which the new one has them, those
         that hold tokens first). None in place of the order where nothing is evicted, and where one
         of the two bodies has no slots."""
-    old, new = runs_of(cache.layout)[0], runs_of(layout)[0]
+    old = runs_of(cache.layout)[0]
+    new = runs_of(layout)[0]
     unit = new.wiring.storage.clocks[0].unit
     if not new.budget or not cache.kept:
         return empty_kept(new, cache.batch), None
     groups = new.budget // unit
+    # False comes first: groups with tokens, in their order.
     order = jnp.argsort(~_groups(cache), axis=1, stable=True).astype(jnp.int32)
 
     by_group = cache.kept["positions"].reshape(cache.batch, old.budget // unit, unit)
@@ -387,12 +404,13 @@ def convert(cache: Cache, *, layers: str, form: str) -> Cache:
         raise UserError(
             f"a cache whose blocks are dealt over {layout.dealt} devices changes its form on its mesh only"
         )
-    pairs = zip(runs_of(cache.layout), cache.runs, strict=True)
-    members = [(run, state, index) for run, state in pairs for index in range(run.count)]
-    runs = tuple(
-        _converted_run(run, members[run.first : run.first + run.count]) for run in runs_of(layout)
-    )
-    return cache.replace(runs=runs, states=_states(cache, layers), layout=layout)
+    members = []
+    for run, state in zip(runs_of(cache.layout), cache.runs, strict=True):
+        members += [(run, state, index) for index in range(run.count)]
+    runs = []
+    for run in runs_of(layout):
+        runs.append(_converted_run(run, members[run.first : run.first + run.count]))
+    return cache.replace(runs=tuple(runs), states=_states(cache, layers), layout=layout)
 
 
 def _states(cache: Cache, layers: str) -> tuple[dict, ...]:
@@ -400,7 +418,7 @@ def _states(cache: Cache, layers: str) -> tuple[dict, ...]:
     if not cache.states or layers == cache.layout.layers:
         return cache.states
     if layers == "scan":
-        return (jax.tree.map(lambda *parts: _joined(list(parts)), *cache.states),)
+        return (jax.tree.map(_joined, *cache.states),)
     assert cache.layout.shape.recurrent is not None
     count = len(cache.layout.shape.recurrent.layers)
     return tuple(_cut(cache.states[0], index, count) for index in range(count))
@@ -417,17 +435,17 @@ def _converted_run(run: RunLayout, members: list[Member]) -> Run:
             stored = _cut(state.body[source][name], index, old_run.count)
             parts.append(_packed_anew(old, new, stored, old_run.slots_here, run.slots_here))
         # A field may be stored in several arrays. Each is stacked by itself.
-        return tuple(_joined(list(layers)) for layers in zip(*parts, strict=True))
+        return tuple(_joined(*layers) for layers in zip(*parts, strict=True))
 
-    body = {}
-    for source, codec in run.wiring.storage.codecs.items() if run.slots else ():
-        body[source] = {
-            name: field(source, name, new.packing) for name, new in codec.fields.items()
-        }
-    exact = [
-        _cut((state.sinks, state.window), index, old_run.count) for old_run, state, index in members
-    ]
-    sinks, window = jax.tree.map(lambda *parts: _joined(list(parts)), *exact)
+    body: dict = {}
+    if run.slots:
+        for source, codec in run.wiring.storage.codecs.items():
+            fields = codec.fields.items()
+            body[source] = {name: field(source, name, new.packing) for name, new in fields}
+    exact = []
+    for old_run, state, index in members:
+        exact.append(_cut((state.sinks, state.window), index, old_run.count))
+    sinks, window = jax.tree.map(_joined, *exact)
     # Layers of a run have encoded equally many units, so that the counts of the first stand for
     # all.
     first_state = members[0][1]
@@ -444,10 +462,12 @@ def _packed_anew(old: Packing, new: Packing, stored: Stored, slots: int, new_slo
 
 def _cut(tree, index: int, count: int):
     """Cut layer `index` out of a run of `count`, as a stack of one."""
-    return tree if count == 1 else jax.tree.map(lambda a: a[index : index + 1], tree)
+    if count == 1:
+        return tree
+    return jax.tree.map(operator.itemgetter(slice(index, index + 1)), tree)
 
 
-def _joined(parts: list):
+def _joined(*parts):
     """Stack arrays [1, ...] of layers. Of a single layer the array itself is returned, not a
     copy."""
     return parts[0] if len(parts) == 1 else jnp.concatenate(parts)
@@ -456,7 +476,8 @@ def _joined(parts: list):
 def _places(run: RunLayout) -> Int[np.ndarray, " n"]:
     """Find where each ring block is stored: devices come one after the other, each with its own
     blocks in order."""
-    ring, deal = np.arange(run.slots // run.block), run.deal
+    ring = np.arange(run.slots // run.block)
+    deal = run.deal
     blocks = max(1, deal.block // run.block)  # of the run, in one block that is dealt
     dealt_block = ring // blocks
     device = dealt_block % deal.parts
@@ -483,12 +504,14 @@ def _moved(
     Returns:
         The array of the new plan. A ring holds the newest blocks of a row. Where the new ring is
         longer, blocks that the old one no longer held are zero."""
-    count, new_count = old.slots // old.block, new.slots // new.block
+    count = old.slots // old.block
+    new_count = new.slots // new.block
     blocks = np.moveaxis(array, axis, 2)
-    # [L, B, blocks, what one block takes along the axis, W]
+    # [L, B, blocks, entries of a block along the axis, W]
     blocks = blocks.reshape(*blocks.shape[:2], count, -1, *blocks.shape[3:])
     moved = np.zeros((*blocks.shape[:2], new_count, *blocks.shape[3:]), array.dtype)
-    source, target = _places(old), _places(new)
+    source = _places(old)
+    target = _places(new)
     for row, last in enumerate((encoded - 1) // old.block):
         # The block of the row that each block of the new ring holds: negative for none.
         newest = last - (last - np.arange(new_count)) % new_count
@@ -499,17 +522,17 @@ def _moved(
 
 def _dealt_run(old: RunLayout, new: RunLayout, state: Run) -> Run:
     """Deal the body of a run anew. Sinks and window are not dealt."""
-    body = {}
+    if not state.body:
+        return state
+    body: dict = {}
     for clock, flushed in zip(old.wiring.storage.clocks, state.flushed, strict=True):
-        for source in clock.sources if state.body else ():
-            fields = old.wiring.storage.codecs[source].fields
-            body[source] = {
-                name: tuple(
-                    _moved(old, new, flushed * clock.unit, x, fields[name].packing.token_axis)
-                    for x in part
-                )
-                for name, part in state.body[source].items()
-            }
+        encoded = flushed * clock.unit
+        for source in clock.sources:
+            body[source] = {}
+            for name, stored in state.body[source].items():
+                packing = old.wiring.storage.codecs[source].fields[name].packing
+                moved = [_moved(old, new, encoded, x, packing.token_axis) for x in stored]
+                body[source][name] = tuple(moved)
     return dataclasses.replace(state, body=body)
 
 
@@ -522,7 +545,7 @@ def dealt_anew(cache: Cache, layout: CacheLayout) -> Cache:
 
     Returns:
         The cache in that layout."""
-    runs = zip(runs_of(cache.layout), runs_of(layout), cache.runs, strict=True)
-    return cache.replace(
-        runs=tuple(_dealt_run(old, new, state) for old, new, state in runs), layout=layout
-    )
+    runs = []
+    for old, new, state in zip(runs_of(cache.layout), runs_of(layout), cache.runs, strict=True):
+        runs.append(_dealt_run(old, new, state))
+    return cache.replace(runs=tuple(runs), layout=layout)

@@ -36,13 +36,18 @@ class Source(NamedTuple):
 def find(source: Source, folder: Path | None) -> Path | None:
     """Find the file in `folder` or in the subfolder of it that bears the data set's name; None
     where it is not."""
-    folder = None if folder is None else path_of(folder)
-    places = [folder, folder / source.name] if folder else []
-    paths = (place / name for place in places for name in source.files)
-    return next((path for path in paths if path.is_file()), None)
+    if folder is None:
+        return None
+    folder = path_of(folder)
+    for place in (folder, folder / source.name):
+        for name in source.files:
+            if (place / name).is_file():
+                return place / name
+    return None
 
 
 def _from_hub(source: Source) -> Iterator[dict[str, Any]]:
+    """Read a data set of the hub. Raises UserError where the library or the data are missing."""
     hint = f"put {source.files[0]} into a folder and name it with {{folder}} ({source.where})"
     try:
         from datasets import load_dataset
@@ -62,7 +67,7 @@ def _from_hub(source: Source) -> Iterator[dict[str, Any]]:
 
 
 def records(source: Source, folder: Path | None) -> Iterator[dict[str, Any]]:
-    """Records of the local file if `folder` is given, else of the hub. Raises UserError with what
+    """Read the records of the local file if `folder` is given, else of the hub. Raises UserError with what
     to download and where to put it."""
     if folder is None:
         yield from _from_hub(source)
@@ -73,7 +78,12 @@ def records(source: Source, folder: Path | None) -> Iterator[dict[str, Any]]:
         raise UserError(
             f"{folder}: {names} is not there; get it from {source.where} and put it there"
         )
-    yield from (record.value for record in read_records(path, lambda names, where: names))
+
+    def all_columns(names: list[str], where: str) -> list[str]:
+        return names
+
+    for record in read_records(path, all_columns):
+        yield record.value
 
 
 _C4 = "c4-validation.00000-of-00008.json"
@@ -100,7 +110,7 @@ GSM8K = Source(
 
 
 def _texts(source: Source, folder: Path | None, *fields: str) -> Iterator[list[str]]:
-    """Every record's texts. Raises UserError where a field is missing: a local file may be another
+    """Yield the texts of every record. Raises UserError where a field is missing: a local file may be another
     of the same name."""
     for number, row in enumerate(records(source, folder), 1):
         values = [row.get(field) for field in fields] if isinstance(row, dict) else []
@@ -114,8 +124,7 @@ def _texts(source: Source, folder: Path | None, *fields: str) -> Iterator[list[s
 
 
 def _wikitext(folder: Path | None) -> str:
-    """Rows (lines of the raw file, blank ones empty) joined by blank lines, as GPTQ's script joins
-    them."""
+    """Join rows (lines of the raw file, blank ones empty) by blank lines, as GPTQ's script does."""
     path = find(WIKITEXT2, folder)
     if path is None:
         return "\n\n".join(text for (text,) in _texts(WIKITEXT2, folder, "text"))
@@ -125,11 +134,13 @@ def _wikitext(folder: Path | None) -> str:
 
 
 def _c4(folder: Path | None) -> str:
-    return " ".join(text for (text,) in itertools.islice(_texts(C4, folder, "text"), _C4_DOCUMENTS))
+    documents = itertools.islice(_texts(C4, folder, "text"), _C4_DOCUMENTS)
+    return " ".join(text for (text,) in documents)
 
 
 def _gsm8k(folder: Path | None) -> str:
-    return "\n\n".join(map("\n".join, _texts(GSM8K, folder, "question", "answer")))
+    problems = ["\n".join(texts) for texts in _texts(GSM8K, folder, "question", "answer")]
+    return "\n\n".join(problems)
 
 
 CORPORA = {"wikitext2": _wikitext, "c4": _c4, "gsm8k": _gsm8k}
@@ -157,9 +168,9 @@ def _is_path(name: str) -> bool:
 
 
 def _looks_like_path(name: str) -> bool:
-    return name.lower().removesuffix(".gz").endswith((*SUFFIXES, "/")) and not re.search(
-        r"\s", name
-    )
+    if re.search(r"\s", name):
+        return False  # a text may end so, too
+    return name.lower().removesuffix(".gz").endswith((*SUFFIXES, "/"))
 
 
 def is_name(text: str) -> bool:
@@ -205,11 +216,13 @@ def read(
         UserError: for what cannot be read or holds no text, in one line.
     """
     source = str(os.fspath(name))
-    if source in NAMES and not (field is None and split is None):
-        given = {
-            name: value for name, value in (("field", field), ("split", split)) if value is not None
-        }
-        hint = "leave out " + " and ".join(f"{{{name}}}" for name in given)
+    given = {}
+    if field is not None:
+        given["field"] = field
+    if split is not None:
+        given["split"] = split
+    if source in NAMES and given:
+        hint = "leave out " + " and ".join(f"{{{option}}}" for option in given)
         raise UserError(f"{source}: its field and split are fixed", hint, **given)
     if source == "synthetic":
         return described(source, [filler(np.random.default_rng(seed), tokens or _MADE)])
@@ -227,9 +240,9 @@ def read(
             raise UserError(f"{source}: no such file or folder; did you mean {corpus!r}?")
         if _looks_like_path(source) or not _HUB.fullmatch(source):
             hint = suggest(source, NAMES) if "/" not in source and "." not in source else ""
-            excerpt = (
-                source if len(source) < 200 else f"{source[:60]}... ({len(source)} characters)"
-            )
+            excerpt = source
+            if len(source) >= 200:
+                excerpt = f"{source[:60]}... ({len(source)} characters)"
             raise UserError(f"{excerpt}: No such file or directory{hint}")
     return read_documents(source, field=field, split=split, model=model, unlimited=not tokens)
 
@@ -237,7 +250,7 @@ def read(
 def read_text(
     data: str, tokens: int, seed: int, folder: Path | None = None
 ) -> tuple[str, dict[str, Any]]:
-    """Data as one text, and its name, hash and number of characters; the arguments are those of
-    `read`."""
+    """Read data as one text, with its name, hash and number of characters. The arguments are those
+    of `read`."""
     texts = read(data, tokens=tokens, seed=seed, folder=folder)
     return texts.text, {key: texts.about[key] for key in ("name", "sha256", "characters")}

@@ -28,12 +28,7 @@ from kvqjax.model.loading import Model
 from kvqjax.model.tokenizer_calls import rendered
 
 # Looked for in this order where no field is named.
-FIELDS = (
-    "text",
-    "prompt",
-    "messages",
-    "conversations",
-)
+FIELDS = ("text", "prompt", "messages", "conversations")
 # Characters that are read of data larger than this: 16 million tokens at four characters each,
 # which is more than every calibration's recipe takes (at most 2 million) and a minute's work for a
 # tokenizer.
@@ -42,7 +37,7 @@ _BORDER = "\n\n"  # between documents where one text is wanted
 
 
 class Data(NamedTuple):
-    """Documents of text, and what a report says of them: name, files, field, number of documents
+    """Documents of text, and the facts that a report has of them: name, files, field, number of documents
     and characters, and the SHA-256 of `text`. `ids` are their tokens where these came first: a model
     wrote them."""
 
@@ -57,59 +52,65 @@ class Data(NamedTuple):
 
 
 def digest(text: str) -> str:
-    """SHA-256 of a text's UTF-8 bytes."""
+    """Return the SHA-256 of a text's UTF-8 bytes."""
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def described(name: str, documents: Sequence[str], **about: Any) -> Data:
-    """Data with its description. Half a surrogate pair, which JSON can spell and no tokenizer
-    reads, becomes U+FFFD. Raises UserError where there is no text."""
-    texts = tuple(
-        text.encode("utf-16", "surrogatepass").decode("utf-16", "replace") for text in documents
-    )
-    data = Data(texts, {})
+    """Return documents with their description. Half a surrogate pair, which JSON can spell and no
+    tokenizer reads, becomes U+FFFD. Raises UserError where there is no text."""
+    texts = []
+    repaired = 0
+    for document in documents:
+        # UTF-16 writes such a half as it stands, and reading finds that it has no other half.
+        text = document.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+        texts.append(text)
+        repaired += text != document
+    data = Data(tuple(texts), {})
     if not data.text.strip():
         raise UserError(f"{name}: no text")
-    facts = {
+    facts: dict[str, Any] = {
         "name": name,
         "sha256": digest(data.text),
         "characters": len(data.text),
         "documents": len(texts),
     }
-    changed = sum(new != old for new, old in zip(texts, documents, strict=True))
-    facts |= {"repaired documents": changed} if changed else {}
-    return data._replace(about=facts | {key: value for key, value in about.items() if value})
+    if repaired:
+        facts["repaired documents"] = repaired
+    for key, value in about.items():
+        if value:
+            facts[key] = value
+    return data._replace(about=facts)
 
 
 def _turns(messages: list[dict[str, Any]], where: str) -> list[dict[str, str]]:
-    """Messages as role and content, from either of the common spellings."""
+    """Read role and content of messages, from either of the common spellings."""
+    roles = {"human": "user", "gpt": "assistant"}
     turns = []
     for message in messages:
         role = message.get("role", message.get("from"))
         content = message.get("content", message.get("value"))
-        if isinstance(content, list):  # parts, of which some may be pictures
-            kinds = [
-                part.get("type", "text") if isinstance(part, dict) else type(part).__name__
-                for part in content
-            ]
-            if set(kinds) - {"text"}:
-                raise UserError(
-                    f"{where}: a message has a part of type {kinds!r}; only text is read"
-                )
-            content = "".join(part.get("text") or "" for part in content)
+        if isinstance(content, list):
+            content = _joined_parts(content, where)
         if not isinstance(role, str) or not isinstance(content, str | None):
             raise UserError(f"{where}: a message has no usable role and content")
-        turns.append(
-            {
-                "role": {"human": "user", "gpt": "assistant"}.get(role, role),
-                "content": content or "",
-            }
-        )
+        turns.append({"role": roles.get(role, role), "content": content or ""})
     return turns
 
 
+def _joined_parts(parts: list[Any], where: str) -> str:
+    """Join the parts of a message. Raises UserError where one is no text, such as a picture."""
+    kinds = []
+    for part in parts:
+        is_part = isinstance(part, dict)
+        kinds.append(part.get("type", "text") if is_part else type(part).__name__)
+    if set(kinds) - {"text"}:
+        raise UserError(f"{where}: a message has a part of type {kinds!r}; only text is read")
+    return "".join(part.get("text") or "" for part in parts)
+
+
 def _conversation(messages: list[dict[str, Any]], where: str, model: Model | None) -> str:
-    """A conversation through the model's chat template; without one, a line "role: content" for
+    """Write a conversation by the model's chat template; without one, a line "role: content" for
     each message."""
     turns = _turns(messages, where)
     tokenizer: Any = model.tokenizer if model is not None and model.folder else None
@@ -122,19 +123,22 @@ def _conversation(messages: list[dict[str, Any]], where: str, model: Model | Non
 
 
 def _chosen(names: Iterable[str], field: str | None, where: str) -> str:
-    """The field that holds the text."""
+    """Return the name of the field that holds the text."""
     columns = list(names)
     if field is not None and field not in columns:
         raise UserError(f"{where}: no field {field!r}; it has {', '.join(columns) or 'none'}")
-    name_of_text = field or next((name for name in FIELDS if name in columns), None)
-    if name_of_text is None:
-        fields = ", ".join(columns)[:200] or "none"
-        cause = f"{where}: has the fields {fields}; none of them is {', '.join(FIELDS)}"
-        raise UserError(cause, "name one with {field}", field=None)
-    return name_of_text
+    if field is not None:
+        return field
+    for usual in FIELDS:
+        if usual in columns:
+            return usual
+    fields = ", ".join(columns)[:200] or "none"
+    cause = f"{where}: has the fields {fields}; none of them is {', '.join(FIELDS)}"
+    raise UserError(cause, "name one with {field}", field=None)
 
 
 def _text_of(value: Any, where: str, model: Model | None) -> str:
+    """Return the text of a record's field."""
     if value is None or isinstance(value, str):
         return value or ""
     if is_conversation(value):
@@ -149,6 +153,7 @@ def _text_of(value: Any, where: str, model: Model | None) -> str:
 
 
 def _document(record: Record, field: str | None, used: set[str], model: Model | None) -> str:
+    """Return the text of a record. The name of its field is added to `used`."""
     if not isinstance(record.value, dict):
         return _text_of(record.value, record.where, model)
     name = _chosen(record.value, field, record.where)
@@ -157,8 +162,8 @@ def _document(record: Record, field: str | None, used: set[str], model: Model | 
 
 
 def _up_to(documents: Iterable[str], most: int | None) -> tuple[list[str], bool]:
-    """Documents that are not blank, until they have `most` characters in all; and whether that left
-    any out."""
+    """Take documents that are not blank, until they have `most` characters in all. Say also whether
+    that left any text out."""
     texts: list[str] = []
     size = 0
     for text in documents:
@@ -166,7 +171,9 @@ def _up_to(documents: Iterable[str], most: int | None) -> tuple[list[str], bool]
             continue
         room = None if most is None else most - size
         if room is not None and len(text) > room:
-            return [*texts, text[:room]] if room else texts, True
+            if room:
+                texts.append(text[:room])
+            return texts, True
         texts.append(text)
         size += len(text)
     return texts, False
@@ -180,8 +187,8 @@ def read_documents(
     model: Model | None = None,
     unlimited: bool = False,
 ) -> Data:
-    """The documents of a file, a folder of files, a folder that `datasets` saved, or a data set of
-    the hub.
+    """Read the documents of a file, a folder of files, a folder that `datasets` saved, or a data
+    set of the hub.
 
     Args:
         name: a path, or "owner/name" or "owner/name:config" on the hub.
@@ -197,14 +204,16 @@ def read_documents(
     Raises:
         UserError: for what cannot be read or holds no text.
     """
-    path, used = path_of(name), set[str]()
+    path = path_of(name)
+    used = set[str]()  # the fields that hold text
 
     def choose(names: list[str], where: str) -> list[str]:
         return [_chosen(names, field, where)]
 
-    hub = not path.exists()
-    if hub or is_saved(path):
-        records, files = saved_records(name if hub else str(path), split, choose), []
+    files = []
+    is_on_hub = not path.exists()
+    if is_on_hub or is_saved(path):
+        records = saved_records(name if is_on_hub else str(path), split, choose)
         documents: Iterator[str] = (_document(record, field, used, model) for record in records)
     else:
         if split is not None:
@@ -216,11 +225,11 @@ def read_documents(
             raise UserError(f"{name}: text has no fields", "leave out {field}", field=field)
         documents = _of_files(files, field, used, model, choose)
     texts, cut = _up_to(documents, None if unlimited else MOST_CHARACTERS)
-    names = [str(file.relative_to(path)) for file in files if path.is_dir()]
+    names = [str(file.relative_to(path)) for file in files] if path.is_dir() else []
     first = f"the first {MOST_CHARACTERS} characters" if cut else ""
-    return described(
-        name, texts, files=names, field=", ".join(sorted(used)), split=split, read=first
-    )
+    # The documents are read by now, so `used` is complete.
+    fields = ", ".join(sorted(used))
+    return described(name, texts, files=names, field=fields, split=split, read=first)
 
 
 def _of_files(
@@ -230,10 +239,10 @@ def _of_files(
     model: Model | None,
     choose: Callable[[list[str], str], list[str]],
 ) -> Iterator[str]:
+    """Yield the documents of files: a text file is one, and so is each record of the others."""
     for file in files:
         if kind_of(file) == "text":
             yield open_text(file)
-        else:
-            yield from (
-                _document(record, field, used, model) for record in read_records(file, choose)
-            )
+            continue
+        for record in read_records(file, choose):
+            yield _document(record, field, used, model)

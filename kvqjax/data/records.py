@@ -6,7 +6,6 @@ Files are read record by record, so that a large one need not fit into memory.
 """
 
 import csv
-import itertools
 import json
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -23,11 +22,8 @@ SUFFIXES = {
     **dict.fromkeys((".csv", ".tsv"), "csv"),
 }
 _PARQUET = b"PAR1"
-# `Dataset.save_to_disk`; a DatasetDict has dataset_dict.json
-_SAVED = (
-    "dataset_info.json",
-    "state.json",
-)
+# Files of `Dataset.save_to_disk`. A DatasetDict has dataset_dict.json.
+_SAVED = ("dataset_info.json", "state.json")
 _ABOUT = {*_SAVED, "dataset_infos.json", "dataset_dict.json"}  # describe data, and are none
 _BATCH = 256  # rows of a Parquet file that are held at a time
 
@@ -53,10 +49,13 @@ def kind_of(path: Path) -> str:
         first = next((line for line in open_lines(path) if line.strip()), "")
     except (OSError, ValueError):  # a UserError is one
         return kind  # its reader says why it cannot be read
-    return "json" if first.lstrip()[:1] in ("{", "[") and _loads(first) is not None else "text"
+    # A text may begin with a bracket too.
+    is_json = first.lstrip()[:1] in ("{", "[") and _loads(first) is not None
+    return "json" if is_json else "text"
 
 
 def _loads(text: str) -> Any:
+    """Read JSON; None for anything else."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
@@ -77,46 +76,52 @@ def json_lines(path: Path) -> Iterator[Record]:
 
 def is_conversation(value: Any) -> bool:
     """Say whether a value is a list of messages, in either of the spellings that are common."""
-    return (
-        isinstance(value, list)
-        and bool(value)
-        and all(isinstance(part, dict) and ("role" in part or "from" in part) for part in value)
-    )
+    if not isinstance(value, list) or not value:
+        return False
+    return all(isinstance(part, dict) and ("role" in part or "from" in part) for part in value)
 
 
 def _inside(value: Any) -> list[Any] | None:
-    """The records of a list, or of an object that holds one list of objects and nothing else; None
-    for one record."""
+    """Return the records of a list, or of an object that holds one list of objects and nothing
+    else; None for one record."""
     if isinstance(value, dict) and len(value) == 1:
-        (part,) = value.values()
-        value = part if isinstance(part, list) and part and isinstance(part[0], dict) else None
-    return value if isinstance(value, list) and not is_conversation(value) else None
+        (value,) = value.values()
+        if not isinstance(value, list) or not value or not isinstance(value[0], dict):
+            return None
+    if not isinstance(value, list) or is_conversation(value):
+        return None
+    return value
 
 
 def _json_records(path: Path) -> Iterator[Record]:
     """Read the records of a JSON file in any common form, whatever its name: a record a line, one
     list of records, one record over many lines, or one object around one list of records."""
     lines = (line for line in open_lines(path) if line.strip())
-    first, second = _loads(next(lines, "")), next(lines, None)
+    first = _loads(next(lines, ""))
+    second = next(lines, None)
+    # A first line that is JSON by itself is a record, unless it is all there is, and holds others.
     if first is not None and (second is not None or _inside(first) is None):
         yield from json_lines(path)
         return
     value = parse_json(open_text(path), str(path))
     records = _inside(value)
-    for number, record in enumerate([value] if records is None else records, 1):
+    if records is None:
+        records = [value]
+    for number, record in enumerate(records, 1):
         yield Record(record, f"{path}, record {number}")
 
 
 def _csv_records(path: Path) -> Iterator[Record]:
+    """Read the rows of a table with a header."""
     mark = "\t" if ".tsv" in path.suffixes else ","
-    reader = csv.DictReader((line + "\n" for line in open_lines(path)), delimiter=mark)
+    lines = (line + "\n" for line in open_lines(path))
+    reader = csv.DictReader(lines, delimiter=mark)
     before = csv.field_size_limit(2**31 - 1)  # 128 KiB without it: a document may be larger
     try:
         for row in reader:
-            yield Record(
-                {name: value for name, value in row.items() if name},
-                f"{path}, line {reader.line_num}",
-            )
+            # Cells beyond the header have no name.
+            fields = {name: value for name, value in row.items() if name}
+            yield Record(fields, f"{path}, line {reader.line_num}")
     except csv.Error as error:
         raise UserError(f"{path}, line {reader.line_num}: not CSV: {error}") from error
     finally:
@@ -126,23 +131,24 @@ def _csv_records(path: Path) -> Iterator[Record]:
 def _parquet_records(
     path: Path, columns_of: Callable[[list[str], str], list[str]]
 ) -> Iterator[Record]:
+    """Read the rows of a Parquet file, only the columns that are wanted."""
     try:
         import pyarrow.parquet
     except ImportError as error:
         raise UserError(f"{path}: Parquet is read by pyarrow: pip install pyarrow") from error
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
-            columns, number = columns_of(file.schema_arrow.names, str(path)), itertools.count(1)
+            columns = columns_of(file.schema_arrow.names, str(path))
+            number = 0
             for batch in file.iter_batches(_BATCH, columns=columns):
-                yield from (
-                    Record(row, f"{path}, record {next(number)}") for row in batch.to_pylist()
-                )
+                for row in batch.to_pylist():
+                    number += 1
+                    yield Record(row, f"{path}, record {number}")
     except (OSError, ValueError) as error:  # pyarrow's own errors are of these kinds
         if isinstance(error, UserError):
             raise
-        raise UserError(
-            f"{path}: cannot be read as Parquet: {' '.join(str(error).split())[:160]}"
-        ) from error
+        reason = " ".join(str(error).split())[:160]
+        raise UserError(f"{path}: cannot be read as Parquet: {reason}") from error
 
 
 def read_records(path: Path, columns_of: Callable[[list[str], str], list[str]]) -> Iterator[Record]:
@@ -151,21 +157,25 @@ def read_records(path: Path, columns_of: Callable[[list[str], str], list[str]]) 
     kind = kind_of(path)
     if kind == "parquet":
         return _parquet_records(path, columns_of)
-    return _csv_records(path) if kind == "csv" else _json_records(path)
+    if kind == "csv":
+        return _csv_records(path)
+    return _json_records(path)
 
 
 def files_of(folder: Path) -> list[Path]:
     """List the files of a folder and of its subfolders that hold data, by name: those with records,
     or, where there are none, those with text. Hidden files and descriptions of data sets are left
     out. Raises UserError for none."""
-    by_kind: dict[bool, list[Path]] = {True: [], False: []}
+    with_records = []
+    with_text = []
     for path in sorted(folder.rglob("*")):
         hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
         name = path.with_suffix("") if path.suffix.lower() == ".gz" else path
         kind = SUFFIXES.get(name.suffix.lower())
         if kind and not hidden and path.name not in _ABOUT and path.is_file():
-            by_kind[kind != "text"].append(path)
-    if not (files := by_kind[True] or by_kind[False]):
+            (with_text if kind == "text" else with_records).append(path)
+    files = with_records or with_text
+    if not files:
         raise UserError(
             f"{folder}: no data in this folder; read are files that end in {', '.join(SUFFIXES)}, or .gz"
         )
@@ -175,13 +185,13 @@ def files_of(folder: Path) -> list[Path]:
 def is_saved(folder: Path) -> bool:
     """Say whether the library `datasets` has saved a data set, or several splits of one, into this
     folder."""
-    return (
-        all((folder / name).is_file() for name in _SAVED)
-        or (folder / "dataset_dict.json").is_file()
-    )
+    if (folder / "dataset_dict.json").is_file():
+        return True
+    return all((folder / name).is_file() for name in _SAVED)
 
 
 def _datasets(name: str) -> Any:
+    """Import the library `datasets`. Raises UserError where it is missing."""
     try:
         import datasets
     except ImportError as error:
@@ -211,7 +221,8 @@ def saved_records(
 ) -> Iterator[Record]:
     """Read a data set that `datasets` saved into the folder `name`, or that the hub has under
     `name`, which is "owner/name" or "owner/name:config". Raises UserError."""
-    library, local = _datasets(name), Path(name).is_dir()
+    library = _datasets(name)
+    local = Path(name).is_dir()
     try:
         if local:
             rows = library.load_from_disk(name)

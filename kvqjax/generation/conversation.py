@@ -54,17 +54,19 @@ def ids_of(parts: Sequence[Part]) -> list[int]:
 
 def without(parts: Sequence[Part], start: int, stop: int) -> list[Part]:
     """Take the ids from number `start` to `stop - 1` of all parts out of them."""
-    rest, place = [], 0
+    rest = []
+    place = 0  # ids of the parts before
     for part in parts:
-        first, last = (min(max(end - place, 0), len(part.ids)) for end in (start, stop))
+        first = min(max(start - place, 0), len(part.ids))
+        last = min(max(stop - place, 0), len(part.ids))
         place += len(part.ids)
         rest.append(Part(part.text, part.ids[:first] + part.ids[last:]))
     return rest
 
 
 def answer_part(model: Model, before: Sequence[int], text: str, tokens: Sequence[int]) -> Part:
-    """An answer's text and ids; where a stop string ended it, those of the ids that are before
-    it."""
+    """Make the part of an answer. Where a stop string ended it, ids from the string on are left
+    out."""
     for count in range(len(tokens), 0, -1):
         reader = Detokenizer(model.tokenizer, before)
         reader.extend(tokens[:count])
@@ -76,10 +78,14 @@ def answer_part(model: Model, before: Sequence[int], text: str, tokens: Sequence
 
 def behind_answers(text: str, history: Sequence[Mapping[str, Any]]) -> list[int]:
     """Find where the answers of a conversation end in its text, as far as it has their words."""
-    ends, place = [], 0
+    ends = []
+    place = 0
     for message in history:
         words = str(message["content"] or "").strip()
-        if message["role"] == "assistant" and words and (start := text.find(words, place)) >= 0:
+        if message["role"] != "assistant" or not words:
+            continue
+        start = text.find(words, place)
+        if start >= 0:
             place = start + len(words)
             ends.append(place)
     return ends
@@ -101,7 +107,8 @@ def left_out(
         (the parts that the text begins with; what it has left out). None where the text differs in
         another way, or a place at which it differs lies within a token."""
     before = "".join(part.text for part in parts)
-    start, end = agreeing(before, text), before[-LEAST_AGREEING:]
+    start = agreeing(before, text)
+    end = before[-LEAST_AGREEING:]
     if start < least:
         return None
     place = text.rfind(end)  # the last place: as little as possible was left out
@@ -115,6 +122,7 @@ def left_out(
     else:
         return None
     stop = len(before) - count
+    # before = [0, start) kept, [start, stop) left out, [stop, ..) kept
     head = _first_parts(model, parts, start, special)
     tail = _last_parts(model, parts, len(before) - stop)
     if head is None or tail is None:
@@ -168,19 +176,21 @@ class Template(NamedTuple):
 
 
 def template_of(model: Model, messages: Sequence[Any], plain: bool) -> Template:
-    """See what a template writes around the messages of a conversation. `plain`: there is no
-    template."""
+    """Find the text that a template writes around the messages of a conversation. `plain`: there is
+    no template."""
+
+    system = [message for message in messages[:1] if message.get("role") == "system"]
 
     def written(*roles: str, words: str = PROBE) -> str:
-        turns = [{"role": role, "content": words} for role in roles]
-        return plain_text([*system, *turns]) if plain else chat_text(model, [*system, *turns], end)
+        conversation = [*system, *({"role": role, "content": words} for role in roles)]
+        if plain:
+            return plain_text(conversation)
+        return chat_text(model, conversation, "message")
 
-    system, end = (
-        [message for message in messages[:1] if message.get("role") == "system"],
-        "message",
-    )
-    # Where there is no system message, a template may write one of its own.
-    question, other = written("user"), written("user", words=PROBE[::-1])
+    # Two questions differ from their words on. Where there is no system message, a template may
+    # write one of its own.
+    question = written("user")
+    other = written("user", words=PROBE[::-1])
     head = question[: agreeing(question, other)]
     if system:
         with contextlib.suppress(UserError):  # a template that wants a turn behind it
@@ -188,7 +198,8 @@ def template_of(model: Model, messages: Sequence[Any], plain: bool) -> Template:
     if plain:
         return Template(head, "\n")
     exchange = written("user", "assistant")
-    return Template(head, exchange[exchange.rindex(PROBE) + len(PROBE) :])
+    behind_answer = exchange.rindex(PROBE) + len(PROBE)
+    return Template(head, exchange[behind_answer:])
 
 
 def head_of(model: Model, template: Template, ids: Sequence[int], special: bool) -> int:
@@ -210,13 +221,16 @@ def places_of(model: Model, parts: Sequence[Part], template: Template, special: 
     text."""
     head = head_of(model, template, ids_of(parts), special)
     close = continued_ids(model, template.close) if template.close.strip() else []
-    turns, place = [], 0
+    turns = []
+    place = 0  # ids of the parts before
     for number, part in enumerate(parts):
+        # A part that begins by closing an answer has the next turn behind that.
         closes_turn = part.text.startswith(template.close) and part.ids[: len(close)] == close
-        if number and template.close and closes_turn:
-            turns.append(place + len(close))
+        turn = place + len(close)
+        if number and template.close and closes_turn and turn > head:
+            turns.append(turn)
         place += len(part.ids)
-    return Places(head, [turn for turn in turns if turn > head])
+    return Places(head, turns)
 
 
 def stops_of(places: Places, length: int, least: int) -> list[int]:
@@ -226,9 +240,9 @@ def stops_of(places: Places, length: int, least: int) -> list[int]:
     It begins behind the head. About half of what follows leaves, so that a shift is rare, up to
     where a turn begins."""
     half = places.head + max((length - places.head + 1) // 2, least)
-    later = [turn for turn in places.turns if turn >= half][:1]
-    newest = [turn for turn in places.turns if turn >= places.head + least][-1:]
-    return [*later, *newest, half]
+    behind_half = [turn for turn in places.turns if turn >= half]
+    enough = [turn for turn in places.turns if turn >= places.head + least]
+    return [*behind_half[:1], *enough[-1:], half]
 
 
 class Row(NamedTuple):
@@ -250,13 +264,16 @@ def dropped(
         could leave."""
 
     def bounds(stop: int) -> tuple:
-        return shared(model, tuple(np.asarray([end], np.int32) for end in (start, stop)))
+        return shared(model, (np.asarray([start], np.int32), np.asarray([stop], np.int32)))
 
-    best, first, last = start, start, start
+    best = first = last = start
     for stop in stops:
-        low, high = (int(x[0]) for x in fetched(*leaving(row.cache, *bounds(max(start, stop)))))
-        if high - low > last - first:
-            best, first, last = stop, low, high
+        # Tokens that can leave may be fewer than those up to `stop`: a body gives up whole units.
+        low, high = fetched(*leaving(row.cache, *bounds(max(start, stop))))
+        if int(high[0]) - int(low[0]) > last - first:
+            best = stop
+            first = int(low[0])
+            last = int(high[0])
         if last - first >= least:
             break
     if last == first:
@@ -295,7 +312,8 @@ def shortened(
     ids = ids_of(parts)
     newest = places.turns[-1] if places.turns else places.head
     stop = min(stops_of(places, len(ids), excess)[0], newest)
-    if row is None or (prefix := agreeing(row.ids, ids)) <= places.head:
+    prefix = 0 if row is None else agreeing(row.ids, ids)
+    if row is None or prefix <= places.head:
         return row, without(parts, places.head, stop)
     # What the row holds of it leaves up to where units end.
     end = min(stop, prefix)

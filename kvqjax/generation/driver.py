@@ -3,7 +3,6 @@ them, and a cache that in the end holds exactly the prompts and the tokens that 
 
 import functools
 import itertools
-import math
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -35,7 +34,7 @@ from kvqjax.model.loading import Model
 
 
 class Piece(NamedTuple):
-    """What a generation made since its last piece: new text and new token ids of every row. Text
+    """New output of a generation since its last piece: new text and new token ids of every row. Text
     that a later token may still change, or with which a stop string may begin, comes with a later
     piece."""
 
@@ -44,7 +43,7 @@ class Piece(NamedTuple):
 
 
 class Settings(NamedTuple):
-    """What is asked of a generation, checked: `ends` are the tokens that end a row, `stride` is the
+    """Checked settings of a generation: `ends` are the tokens that end a row, `stride` is the
     most tokens between two looks at the text, `chunk` how prompts enter the cache (None: by an
     exact prefill where the cache is empty)."""
 
@@ -77,16 +76,20 @@ def steps_until_encoded(layout: CacheLayout, lengths: Sequence[int]) -> int | No
     stay, so it may make a unit due; the steps end before any row's next unit is."""
     if layout.shape.recurrent is not None:
         return 1  # what a state has taken in stays
-    least = math.inf
+    least: int | None = None
     for run in runs_of(layout):
-        for clock in run.wiring.storage.clocks if run.slots else ():
+        if not run.slots:
+            continue  # nothing is encoded
+        for clock in run.wiring.storage.clocks:
             if (clock.window, clock.unit) == (0, 1) and not run.wraps and not run.budget:
-                continue  # what is encoded token by token as it comes can be cut token by token
+                continue  # tokens that are encoded one by one as they come can be cut one by one
             exact = layout.method.sinks + clock.window
             for length in lengths:
                 units = max(0, length + 1 - exact) // clock.unit
-                least = min(least, exact + (units + 1) * clock.unit - 1 - length)
-    return None if least == math.inf else int(least)
+                next_unit = exact + (units + 1) * clock.unit  # tokens that make it due
+                steps = next_unit - 1 - length
+                least = steps if least is None else min(least, steps)
+    return least
 
 
 def read_row(
@@ -153,30 +156,34 @@ class Generation:
         before: Sequence[Sequence[int]] = (),
         make_room: MakeRoom | None = None,
     ):
-        self.prompts, self._make_room = prompts, make_room
+        options = settings.options
+        self.prompts = prompts
         self.reasons: list[str | None] = [None for _ in prompts]
         self.seconds_to_first_token = 0.0
-        self._model, self._settings, self._before = model, settings, before
-        self._cache, self._layout, self._held = cache, cache.layout, held
+        self._model = model
+        self._settings = settings
+        self._before = before
+        self._make_room = make_room
+        self._cache = cache
+        self._layout = cache.layout
+        self._held = held
+        # Tokens of each row before its answer.
         self._fed = np.zeros((cache.batch,), np.int64) if held is None else held.astype(np.int64)
         self._fed[: len(prompts)] += [len(prompt) for prompt in prompts]
         tokenizer = model.tokenizer if model.has_tokenizer else None
-        contexts = [
-            [*ids, *prompt] for ids, prompt in itertools.zip_longest(before, prompts, fillvalue=())
-        ]
-        options = settings.options
-        self._texts = [
-            Detokenizer(tokenizer, ids, options.stop, options.min_tokens) for ids in contexts
-        ]
+        self._texts = []
+        for ids, prompt in itertools.zip_longest(before, prompts, fillvalue=()):
+            context = [*ids, *prompt]
+            row = Detokenizer(tokenizer, context, options.stop, options.min_tokens)
+            self._texts.append(row)
         self._bound = [options.bound_row(model, settings.ends) for _ in prompts]
         self._sampling, self._ends = shared(model, (settings.sampling, settings.ends))
         self._state: LoopState | None = None
-        self._unread = False  # nobody has looked at the latest call's tokens yet
+        self._unread = False  # the latest call's tokens have not been looked at
         # Rows whose cache lacks a token, or has too many.
         self._owed = self._surplus = np.zeros((cache.batch,), bool)
-        self._calls: list[
-            tuple[int, float]
-        ] = []  # new tokens and seconds of every call after the first tokens
+        # New tokens and seconds of every call after the first tokens.
+        self._calls: list[tuple[int, float]] = []
 
     @property
     def tokens(self) -> list[list[int]]:
@@ -196,32 +203,34 @@ class Generation:
         where there are none. The first call of steps may compile them, so it does not count where
         there are others."""
         calls = self._calls[1:] or self._calls
-        tokens, seconds = (
-            (sum(column) for column in zip(*calls, strict=True)) if calls else (0, 0.0)
-        )
+        tokens = sum(count for count, _ in calls)
+        seconds = sum(duration for _, duration in calls)
         return tokens / seconds if tokens and seconds else 0.0
 
     @property
     def lost(self) -> bool:
-        """Whether the cache is gone: an interrupt came between the call that took it and what that
-        call returned."""
-        return any(
-            leaf.is_deleted()
-            for leaf in jax.tree.leaves((self._cache, self._state)[self._state is not None])
-        )
+        """Say whether the cache is gone: an interrupt came between the call that took it and what
+        that call returned."""
+        # Once there is a state, it has the cache.
+        newest = self._cache if self._state is None else self._state
+        return any(leaf.is_deleted() for leaf in jax.tree.leaves(newest))
 
     def advance(self) -> Piece | None:
         """Make the next tokens; None once every row has ended. Raises UserError where numbers are
         not finite."""
         if self.ended:
             return None
-        start_time, first = time.perf_counter(), not any(self.tokens)
+        start_time = time.perf_counter()
+        first = not any(self.tokens)
         if self._state is not None and not self._unread and not self._has_room(self._state):
             text = self._texts[0].finish()
             self.reasons[0] = "length"
             return Piece([text], [[]])
         if not self._unread:
-            self._state = self._started() if self._state is None else self._stepped(self._state)
+            if self._state is None:
+                self._state = self._started()
+            else:
+                self._state = self._stepped(self._state)
             # An interrupt after this line loses nothing: the next call reads these tokens.
             self._unread = True
         assert self._state is not None  # unread tokens are of a state
@@ -231,7 +240,8 @@ class Generation:
         if first:
             self.seconds_to_first_token = seconds
         else:
-            self._calls.append((sum(map(len, piece.tokens)), seconds))
+            count = sum(len(tokens) for tokens in piece.tokens)
+            self._calls.append((count, seconds))
         return piece
 
     def _room(self) -> int:
@@ -239,7 +249,7 @@ class Generation:
         return self._layout.capacity - int(self._fed[0]) - len(self.tokens[0])
 
     def _has_room(self, state: LoopState) -> bool:
-        """Make room for the next stride, where that is asked for; whether there is any."""
+        """Make room for the next stride, where that is asked for. Say whether there is any."""
         if self._make_room is None:
             return True
         wanted = self._settings.max_new_tokens - len(self.tokens[0])
@@ -260,33 +270,42 @@ class Generation:
                 self.reasons[row] = "closed"
 
     def cache(self) -> Cache:
-        """The cache of every prompt and all of `tokens`, and nothing else, once all rows have
-        ended. Of a generation that was closed before its first token, the cache that it was
-        given."""
+        """Return the cache of every prompt and all of `tokens`, and nothing else, once all rows
+        have ended. A generation that was closed before its first token returns the cache that it
+        was given."""
         if self._state is not None and self._owed.any():
             self._state = self._stepped(self._state)
             self._owed = np.zeros_like(self._owed)
         cache = self._cache if self._state is None else self._state.cache
         if self._state is not None and self._surplus.any():
-            lengths = self._fed.copy()
-            lengths[: len(self.tokens)] += [len(ids) for ids in self.tokens]
-            cache = crop(cache, shared(self._model, lengths.astype(np.int32)))
+            lengths = self._lengths().astype(np.int32)
+            cache = crop(cache, shared(self._model, lengths))
         if cache.batch > len(self.prompts):  # rows without a prompt (`padded_rows`)
             cache = _first_rows(cache, len(self.prompts))
-        self._cache, self._state = cache, None
+        self._cache = cache
+        self._state = None
         return cache
 
+    def _lengths(self) -> Int[np.ndarray, " B"]:
+        """Count the tokens of every row: in the cache, and those that it still lacks."""
+        lengths = self._fed.copy()
+        lengths[: len(self.tokens)] += [len(ids) for ids in self.tokens]
+        return lengths
+
     def _bound_rows(self) -> list[BoundRow | None]:
-        """Give every row of the cache that goes on its place in its grammar; None: it is free."""
-        going = [
-            row if reason is None else None
-            for row, reason in zip(self._bound, self.reasons, strict=True)
-        ]
-        return [*going, *[None] * (len(self._fed) - len(going))]
+        """Return the place in its grammar of every row of the cache that goes on; None for a row
+        that is free, or has ended, or has no prompt."""
+        rows: list[BoundRow | None] = [None] * len(self._fed)
+        for number, reason in enumerate(self.reasons):
+            if reason is None:
+                rows[number] = self._bound[number]
+        return rows
 
     def _started(self) -> LoopState:
+        """Feed the prompts and draw the first tokens."""
         settings = self._settings
-        room = STRIDE if settings.stride <= STRIDE else 1 << (settings.stride - 1).bit_length()
+        # Room for new ids is a power of two, so that different strides share a program.
+        room = max(STRIDE, 1 << (settings.stride - 1).bit_length())
         return start(
             self._model, self.prompts, self._cache, settings.chunk, settings.max_new_tokens, self._sampling,
             settings.options, self._ends, settings.progress, room=room, held=self._held, before=self._before,
@@ -297,14 +316,15 @@ class Generation:
         """Call `decode_steps` for a stride, or for fewer steps where a stop string may want tokens
         taken back. Once all rows have ended, this is the one step by which their last tokens enter
         the cache."""
-        steps, done = self._settings.stride, np.ones((len(self._fed),), bool)
+        steps = self._settings.stride
+        lengths = self._lengths()
+        done = np.ones((len(self._fed),), bool)  # a row without a prompt is done
         done[: len(self.reasons)] = [reason is not None for reason in self.reasons]
-        lengths = self._fed.copy()  # in the cache and owed
-        lengths[: len(self.tokens)] += [len(ids) for ids in self.tokens]
         if self._settings.options.stop and not done.all():
-            steps = min(
-                steps, steps_until_encoded(self._layout, (lengths[~done] - 1).tolist()) or steps
-            )
+            # The newest token is not in the cache yet.
+            most = steps_until_encoded(self._layout, (lengths[~done] - 1).tolist())
+            if most:
+                steps = min(steps, most)
         if self._make_room is not None and not done.all():
             steps = min(steps, self._room())
         bound = bound_for(self._layout, (lengths + self._settings.stride).tolist())
@@ -318,22 +338,25 @@ class Generation:
     def _read(self, state: LoopState) -> Piece:
         """Look at what the latest call made: new text, and which rows end."""
         require_finite(state.cache)
-        for error in [row.error for row in self._bound if row is not None]:
-            if error is not None:
-                raise error
+        for bound in self._bound:
+            if bound is not None and bound.error is not None:
+                raise bound.error
         counts, tokens, done, owed = fetched(state.made, state.tokens, state.done, state.owed)
-        self._owed, self._surplus = owed.copy(), self._surplus.copy()
+        self._owed = owed.copy()
+        self._surplus = self._surplus.copy()
+        most = self._settings.max_new_tokens
         piece = Piece([], [])
         for number, row in enumerate(self._texts):
             new = tokens[number, : counts[number]].tolist()
-            most, bound = self._settings.max_new_tokens, self._bound[number]
-            text, kept, reason = read_row(row, new, bool(done[number]), most, bound)
+            is_last = bool(done[number])
+            text, kept, reason = read_row(row, new, is_last, most, self._bound[number])
             if self.reasons[number] is None:
                 self.reasons[number] = reason
-                if len(kept) < len(
-                    new
-                ):  # what the cache holds of the others is cut, and the newest never enters
-                    self._surplus[number], self._owed[number] = True, False
+                if len(kept) < len(new):
+                    # The cache holds tokens behind the answer's end: they are cut, and the newest
+                    # one never enters.
+                    self._surplus[number] = True
+                    self._owed[number] = False
             piece.text.append(text)
             piece.tokens.append(kept)
         return piece

@@ -14,8 +14,10 @@ from kvqjax.model.rope import check_length, longest_text
 from kvqjax.model.tokenizer_calls import rendered
 from kvqjax.step.checks import check_model
 
-LEAST_NEW = 128  # new tokens; fewer get the same capacity, which is a multiple of 256 and so often is no larger
-SHORT = 512  # tokens of a prompt; a longer one that nobody asked for costs more than another program may save
+# New tokens. Fewer get the same capacity: it is a multiple of 256, so that it is often no larger.
+LEAST_NEW = 128
+# Tokens of a prompt. A row of padding that is longer costs more than another program may save.
+SHORT = 512
 
 NO_TEMPLATE = "this model's tokenizer has no chat template"
 PLAIN_CHAT = f"{NO_TEMPLATE}: turns are plain text, one after the other"
@@ -27,15 +29,16 @@ def too_long(
     prompt: int, new: int, most: int, cause: str, hint: str = "", **options: Any
 ) -> TooLong:
     """Make the error for a prompt and new tokens that are more than `most` together."""
-    return TooLong(
-        prompt, most, f"a prompt of {prompt} tokens and {new} new ones {cause}", hint, **options
-    )
+    cause = f"a prompt of {prompt} tokens and {new} new ones {cause}"
+    return TooLong(prompt, most, cause, hint, **options)
 
 
 def bucket(length: int) -> int:
-    """Prompt lengths are padded to a power of two from 16 to 512, then to multiples of 512: few
-    programs."""
-    return max(16, 1 << (length - 1).bit_length()) if length <= 512 else -(-length // 512) * 512
+    """Return the length that a prompt is padded to, so that few programs serve all prompts: a power
+    of two from 16 to 512, then a multiple of 512."""
+    if length <= 512:
+        return max(16, 1 << (length - 1).bit_length())
+    return -(-length // 512) * 512
 
 
 def capacity_for(
@@ -52,7 +55,8 @@ def capacity_for(
         return capacity
     check_length(model.config, longest + new)
     limit = longest_text(model.config)
-    rounded = -(-(bucket(longest) + bucket(max(new, LEAST_NEW))) // 256) * 256
+    needed = bucket(longest) + bucket(max(new, LEAST_NEW))
+    rounded = -(-needed // 256) * 256
     return rounded if limit is None else min(rounded, limit)
 
 
@@ -62,8 +66,11 @@ def padded_rows(model: Model, prompts: Sequence[Sequence[int]], capacity: int) -
     its share of the cache and of the prompts' computation does, so that long prompts, large caches
     and meshes get no such rows."""
     rows = len(prompts)
-    short = max(len(prompt) for prompt in prompts) <= SHORT and capacity <= 8 * SHORT
-    return 1 << (rows - 1).bit_length() if rows < 8 and short and model.rules is None else rows
+    longest = max(len(prompt) for prompt in prompts)
+    is_cheap = rows < 8 and longest <= SHORT and capacity <= 8 * SHORT
+    if is_cheap and model.rules is None:
+        return 1 << (rows - 1).bit_length()
+    return rows
 
 
 def padded(prompts: Sequence[Sequence[int]], width: int) -> Int[np.ndarray, "B T"]:
@@ -87,35 +94,38 @@ def end_ids(model: Model, ids: Any, option: str = "eos_ids") -> Int[np.ndarray, 
     if ids is None:
         return np.asarray(model.config.eos_ids, np.int32).reshape(-1)
     last = model.config.vocab_size - 1
-    return np.asarray(
-        [check_integer(option, token, 0, last) for token in token_ids(option, ids)], np.int32
-    )
+    checked = [check_integer(option, token, 0, last) for token in token_ids(option, ids)]
+    return np.asarray(checked, np.int32)
 
 
 def require_trained(model: Model, lengths: Sequence[int], new: int, beyond_trained: bool) -> None:
     """Raise UserError where texts of these lengths and `new` more tokens go beyond what the model
     was trained for, unless that is asked for: its text falls apart there, and nothing else would
     say so."""
-    longest, most = max(lengths), model.config.trained_length
+    longest = max(lengths)
+    most = model.config.trained_length
     if most is not None and longest + new > most and not beyond_trained:
         cause = f"go beyond the {most} that this model was trained for"
         raise too_long(longest, new, most, cause, "{beyond_trained} allows it", beyond_trained=True)
 
 
 def room_of(model: Model, capacity: int | None, beyond_trained: bool) -> int | None:
-    """The most tokens that a prompt may have; None: any number. `capacity` and `beyond_trained` are
+    """Return the most tokens that a prompt may have; None: any number. `capacity` and `beyond_trained` are
     those of `generate`."""
     check_model(model)
     trained = None if beyond_trained else model.config.trained_length
-    limits = (capacity, trained, longest_text(model.config))
+    limits = [capacity, trained, longest_text(model.config)]
     return min((limit for limit in limits if limit is not None), default=None)
 
 
 def with_text(message: Any) -> Any:
-    """Give an assistant's message without content, as calls of tools have it, an empty one:
+    """Add an empty text to an assistant's message without content, as calls of tools have it:
     templates join texts."""
-    is_answer = isinstance(message, Mapping) and message.get("role") == "assistant"
-    return {**message, "content": ""} if is_answer and message.get("content") is None else message
+    if not isinstance(message, Mapping) or message.get("role") != "assistant":
+        return message
+    if message.get("content") is not None:
+        return message
+    return {**message, "content": ""}
 
 
 def has_chat_template(model: Model) -> bool:
@@ -126,11 +136,12 @@ def has_chat_template(model: Model) -> bool:
 def plain_text(messages: Sequence[Mapping[str, Any]]) -> str:
     """Write a conversation without a template: each message on a new line. An answer follows its
     question at once, since the model went on from there."""
-    messages = [with_text(message) for message in messages]
-    marks = [
-        "" if m["role"] == "assistant" or not number else "\n" for number, m in enumerate(messages)
-    ]
-    return "".join(mark + str(m["content"]) for mark, m in zip(marks, messages, strict=True))
+    text = ""
+    for number, message in enumerate(map(with_text, messages)):
+        if number and message["role"] != "assistant":
+            text += "\n"
+        text += str(message["content"])
+    return text
 
 
 def chat_text(
@@ -150,10 +161,12 @@ def chat_text(
     """
     if not has_chat_template(model):
         raise UserError(NO_TEMPLATE, "leave {chat} out", chat=True)
-    conversation = list(map(with_text, messages))
+    conversation = [with_text(message) for message in messages]
     options = {"add_generation_prompt": end == "answer", **variables}
     text = rendered(model.tokenizer, conversation, **options)
-    return _open_end(text, messages[-1]) if end == "open" else text
+    if end == "open":
+        return _open_end(text, messages[-1])
+    return text
 
 
 def _open_end(text: str, message: Mapping[str, Any]) -> str:
@@ -166,7 +179,9 @@ def _open_end(text: str, message: Mapping[str, Any]) -> str:
         )
     # Templates may take blanks off the end of a message.
     with_blanks = str(message["content"]).lstrip()
-    return text[: place + len(with_blanks if text.startswith(with_blanks, place) else words)]
+    if text.startswith(with_blanks, place):
+        words = with_blanks
+    return text[: place + len(words)]
 
 
 def conversation_ids(
@@ -176,7 +191,7 @@ def conversation_ids(
     most: int | None = None,
     **variables: Any,
 ) -> list[int]:
-    """Give the token ids of a conversation, also for a model without a chat template.
+    """Encode a conversation, also for a model without a chat template.
 
     Args:
         model: that answers.
@@ -220,34 +235,32 @@ def _prompt_ids(number: int, prompt) -> list[int]:
 
 
 def continued_ids(model: Model, text: str, most: int | None = None) -> list[int]:
-    """Token ids of a text that goes on from another one: without the tokens that begin a text, and
+    """Encode a text that goes on from another one: without the tokens that begin a text, and
     without the space that tokenizers of the SentencePiece kind put before a text's first word.
     `most` as in `Model.encode`."""
     anchor = "\n"
     before = model.encode(anchor, add_special_tokens=False)
-    joined = model.encode(
-        anchor + text, add_special_tokens=False, most=None if most is None else most + 1
-    )
-    # Where the anchor and the text's beginning became one token, the tokenizer is of another kind,
-    # which adds no space.
-    return (
-        joined[len(before) :]
-        if joined[: len(before)] == before
-        else model.encode(text, add_special_tokens=False)
-    )
+    with_anchor = None if most is None else most + 1
+    joined = model.encode(anchor + text, add_special_tokens=False, most=with_anchor)
+    if joined[: len(before)] == before:
+        return joined[len(before) :]
+    # The anchor and the text's beginning became one token: the tokenizer is of another kind, which
+    # adds no space.
+    return model.encode(text, add_special_tokens=False)
 
 
 def _text_ids(
     model: Model, text: str, prefix: int, special: bool | None, most: int | None
 ) -> list[int]:
-    special = not prefix if special is None else special
+    if special is None:
+        special = not prefix
     if prefix and not special:
         return continued_ids(model, text, most)
     return model.encode(text, special, most)
 
 
 def check_vocabulary(model: Model, number: int, tokens: Sequence[int]) -> None:
-    """Raise UserError for a prompt without tokens, or with an id that the model has not."""
+    """Raise UserError for a prompt without tokens, or with an id that the model lacks."""
     if not tokens:
         raise UserError(f"prompt {number} is empty")
     if not 0 <= min(tokens) <= max(tokens) < model.config.vocab_size:
@@ -265,14 +278,15 @@ def encode_prompts(
     add_special_tokens: bool | None = None,
     most: int | None = None,
 ) -> list[list[int]]:
-    """Token ids of each prompt: a string, a list of ids, or (with `chat`) a string or list of
+    """Encode each prompt: a string, a list of ids, or (with `chat`) a string or list of
     messages put through the tokenizer's chat template; a string alone is one prompt. `held[b]`
     tokens come before prompt b (none by default): a string then goes on from them.
     `add_special_tokens` says whether strings get the tokens that begin a text; None: those do that
     begin one. `most` is as in `Model.encode`: tokens that a prompt may have. Raises UserError on an
     empty prompt or an id outside the vocabulary."""
     check_model(model)
-    prompts = [prompts] if isinstance(prompts, str) else prompts
+    if isinstance(prompts, str):
+        prompts = [prompts]
     if isinstance(prompts, Mapping):  # its keys would be prompts
         hint = "; pass prompts['input_ids']" if "input_ids" in prompts else ""
         raise UserError(

@@ -61,7 +61,7 @@ from kvqjax.step.checks import check_model
 from kvqjax.step.new_cache import init_cache, planned_layout
 from kvqjax.step.persist import load_cache, save_cache
 
-# Tokens; a session without a capacity of its own begins with so many, and doubles them.
+# Tokens. The cache of a session without a capacity begins with this one, and doubles it.
 LEAST_CAPACITY = 512
 
 SHIFT = "context_shift"
@@ -69,7 +69,7 @@ Message = Mapping[str, Any]
 
 
 class Turn(NamedTuple):
-    """What the last answer of a session took.
+    """The cost of a session's last answer.
 
     - `tokens` of the answer, without the end token; `prompt_tokens` that were fed before it, and
       `kept_tokens` that the cache held already.
@@ -163,7 +163,9 @@ class Session:
             raise UserError(
                 "a session needs a tokenizer, and this model has none; generate takes token ids"
             )
-        self.model, self.method, self.system = model, parse(method), system
+        self.model = model
+        self.method = parse(method)
+        self.system = system
         checked = GenerateOptions(**options)
         self._options: dict[str, Any] = {
             "capacity": capacity, "max_new_tokens": max_new_tokens, "chunk": chunk, "kernels": kernels,
@@ -187,12 +189,10 @@ class Session:
             warnings.warn(PLAIN_CHAT, stacklevel=3)
 
     def __repr__(self) -> str:
-        room = (
-            f"{len(self._ids)} tokens"
-            if self._cache is None
-            else f"{len(self._ids)} of {self._capacity} tokens"
-        )
-        return f"Session({self.method}: {len(self._history)} messages, {room} in the cache)"
+        room = f"{len(self._ids)}"
+        if self._cache is not None:
+            room += f" of {self._capacity}"
+        return f"Session({self.method}: {len(self._history)} messages, {room} tokens in the cache)"
 
     @property
     def history(self) -> list[dict[str, Any]]:
@@ -249,12 +249,12 @@ class Session:
         require_trained(self.model, [length], new, self._settings.options.beyond_trained)
 
     def fork(self) -> "Session":
-        """The same conversation once more, going its own way from here."""
+        """Copy the conversation: both go their own ways from here."""
         self._settle()
         session = copy.copy(self)
-        session._history, session._parts, session._ids = copy.deepcopy(
-            (self._history, self._parts, self._ids)
-        )
+        session._history = copy.deepcopy(self._history)
+        session._parts = copy.deepcopy(self._parts)
+        session._ids = list(self._ids)
         session._cache = None if self._cache is None else fork(self._cache)
         return session
 
@@ -295,13 +295,11 @@ class Session:
         try:
             session = cls(model, text["method"], system=text["system"], **text["options"])
             session._history = _messages(text["history"]) if text["history"] else []
-            session._parts = [
-                Part(str(part), [int(token) for token in ids]) for part, ids in text["parts"]
-            ]
-            session._ids, session._answers = (
-                [int(token) for token in text["ids"]],
-                int(text["answers"]),
-            )
+            session._parts = []
+            for part, ids in text["parts"]:
+                session._parts.append(Part(str(part), [int(token) for token in ids]))
+            session._ids = [int(token) for token in text["ids"]]
+            session._answers = int(text["answers"])
         except (KeyError, TypeError, ValueError) as error:
             reason = error if isinstance(error, UserError) else type(error).__name__
             raise UserError(f"{path}: description.json is damaged: {reason}") from error
@@ -319,15 +317,20 @@ class Session:
         return 0 if self._cache is None else self._cache.layout.capacity
 
     def _settle(self) -> None:
-        """End an answer that nobody took to its end."""
+        """End an answer whose iterator was left before its end."""
         if self._open is not None:
             self._open.close()
 
     def _read(self, history: Sequence[Message]) -> tuple[list[Part], LeftOut | None]:
-        """The conversation up to where the answer begins, what is known of it by its ids of then
-        and the rest anew; and what its template has left out since the last turn."""
+        """Read the conversation up to where the answer begins.
+
+        Returns:
+            Its parts: those that the session knows already keep their ids, the rest is encoded. And
+            what its template has left out since the last turn."""
         text = self._text(history)
-        parts, place, gap = [], 0, None
+        parts: list[Part] = []
+        gap = None
+        place = 0  # characters of the text that are in `parts`
         for part in self._parts:
             if not text.startswith(part.text, place):
                 break
@@ -340,10 +343,13 @@ class Session:
             if lacking is not None:
                 parts, gap = lacking
                 place = sum(len(part.text) for part in parts)
-        # What leaves a row takes no room in it, and it leaves by turns.
-        shifts = self._options[SHIFT]
-        ends, most = behind_answers(text, history) if shifts else [], None if shifts else self._most
-        bounds = [place, *(end for end in ends if end > place), len(text)]
+        bounds = [place]
+        most = self._most
+        if self._options[SHIFT]:
+            # What leaves a row takes no room in it, and it leaves by turns.
+            most = None
+            bounds += [end for end in behind_answers(text, history) if end > place]
+        bounds.append(len(text))
         for start, stop in itertools.pairwise(bounds):
             if start == stop:
                 continue
@@ -355,7 +361,7 @@ class Session:
         return parts, gap
 
     def _can_move(self) -> bool:
-        """Whether tokens can leave the middle of the cache."""
+        """Say whether tokens can leave the middle of the cache."""
         if self._cache is None:
             return False
         try:
@@ -365,16 +371,18 @@ class Session:
         return True
 
     def _excess(self, length: int, new: int) -> int:
-        """How many of `length` tokens have to leave before an answer of `new` tokens begins."""
+        """Count the tokens, of `length`, that have to leave before an answer of `new` tokens
+        begins."""
         if self._most is None:
             return 0
         return max(0, length + min(new, self._settings.stride) - self._most)
 
     def _places(self, parts: Sequence[Part], history: Sequence[Message]) -> Places:
-        """Where a conversation may be taken apart before its answer: its last part may stay."""
+        """Find where a conversation may be taken apart before its answer. Its last part may stay."""
         places = places_of(self.model, parts, self._template(history), self._plain)
         start = len(ids_of(parts[:-1]))
-        if start > (places.turns or [places.head])[-1]:
+        newest = places.turns[-1] if places.turns else places.head
+        if start > newest:
             places.turns.append(start)
         return places
 
@@ -390,20 +398,28 @@ class Session:
         return plain_text(messages) if self._plain else chat_text(self.model, messages)
 
     def _ready(self, answer: "Answer") -> _Ready:
-        """A cache of room for an answer that holds all but one token of its conversation at most.
-        The session's cache is used up."""
+        """Make a cache with room for an answer that holds at most all but one token of its
+        conversation. The session's cache is used up."""
         row = None if self._cache is None else Row(self._cache, self._ids)
-        self._cache, self._ids = None, []
-        parts, left, shifts = answer._parts, 0, self._options[SHIFT]
+        self._cache = None
+        self._ids = []
+        parts = answer._parts
+        left = 0  # tokens that have left the cache
+        shifts = self._options[SHIFT]
         if row is not None and answer._gap is not None:
             closed, with_seam, count = closed_up(self.model, row, parts, answer._gap)
             length = len(ids_of(with_seam)) + answer._new
+            # Tokens that have to stay at the seam take room as well.
             if shifts or self._most is None or length <= self._most:
-                row, parts, left = closed, with_seam, count
-        if shifts and (excess := self._excess(len(ids_of(parts)), answer._new)):
-            before, places = len(ids_of(parts)), self._places(parts, answer._history)
+                row = closed
+                parts = with_seam
+                left = count
+        length = len(ids_of(parts))
+        excess = self._excess(length, answer._new) if shifts else 0
+        if excess:
+            places = self._places(parts, answer._history)
             row, parts = shortened(self.model, row, parts, places, excess)
-            left += before - len(ids_of(parts))
+            left += length - len(ids_of(parts))
         ids = ids_of(parts)
         need = len(ids) + answer._new
         if shifts and self._most is not None:
@@ -413,12 +429,15 @@ class Session:
         if shifts and self._most is not None:
             capacity = min(capacity, self._most)
         if row is not None:
-            cache, prefix = row.cache, min(agreeing(row.ids, ids), len(ids) - 1)
+            cache = row.cache
+            # The model must read one token at least: the answer's first comes from its logits.
+            prefix = min(agreeing(row.ids, ids), len(ids) - 1)
             if cache.states and prefix < len(row.ids):
                 # Recurrent layers cannot forget: what follows another beginning is read anew.
                 prefix = 0
             cache = crop(cache, shared(self.model, np.asarray([prefix], np.int32)))
-            if length := int(fetched(cache.lengths)[0][0]):
+            length = int(fetched(cache.lengths)[0][0])
+            if length:
                 return _Ready(resize(cache, capacity), parts, length, left)
             del cache, row  # before another one is made
         kernels = self._options["kernels"]
@@ -426,15 +445,17 @@ class Session:
         return _Ready(cache, parts, 0, left)
 
     def _grown(self, capacity: int, need: int) -> int:
-        """A capacity for `need` tokens: a doubled one, so that a long conversation is compiled few
-        times."""
+        """Choose a capacity for `need` tokens. It doubles, so that a long conversation is compiled
+        few times."""
         size = max(capacity, LEAST_CAPACITY, 1 << (need - 1).bit_length())
         limit = longest_text(self.model.config)
-        return size if limit is None else max(min(size, limit), need)
+        if limit is None:
+            return size
+        return max(min(size, limit), need)
 
 
 class Answer(Iterator[str]):
-    """An answer under way: an iterator over its text, what `Session.send` gives."""
+    """An answer under way: an iterator over its text, which `Session.send` returns."""
 
     def __init__(
         self,
@@ -444,10 +465,15 @@ class Answer(Iterator[str]):
         gap: LeftOut | None,
         new: int,
     ):
-        self._history, self._parts, self._gap, self._new = history, parts, gap, new
-        self._session, self._number = session, session._answers
-        self._made: Generation | None = None
-        self._kept = self._dropped = 0
+        self._session = session
+        self._number = session._answers
+        self._history = history
+        self._parts = parts
+        self._gap = gap
+        self._new = new
+        self._generation: Generation | None = None
+        self._kept = 0
+        self._dropped = 0
         self._cuts: list[tuple[int, int]] = []  # what has left the row since the answer began
         self._over = False
 
@@ -455,15 +481,17 @@ class Answer(Iterator[str]):
         return self
 
     def __next__(self) -> str:
-        if self._made is None and not self._over:
+        if self._generation is None and not self._over:
             self._session._settle()
             if self._session._answers != self._number:
                 raise UserError("the conversation went on since this was sent; send it again")
         while not self._over:
             try:
-                self._made = self._made or self._begun()
-                piece = self._made.advance()
-            except Exception:  # what is not finite, or has no room in memory: nothing was said, and all is fed anew
+                self._generation = self._generation or self._begun()
+                piece = self._generation.advance()
+            except Exception:
+                # Numbers that are not finite, or no room in memory: nothing was said, and the next
+                # turn feeds everything anew.
                 self._end(None, [])
                 raise
             if piece is None:
@@ -474,12 +502,11 @@ class Answer(Iterator[str]):
 
     def close(self) -> None:
         """End the answer here, with what was made of it."""
-        generation = self._made
+        generation = self._generation
         if self._over:
             return
-        if (
-            generation is None
-        ):  # nothing was asked for yet, or an interrupt came before the cache was ready
+        if generation is None:
+            # Nothing was asked for yet, or an interrupt came before the cache was ready.
             self._over = True
             if self._session._open is self:
                 self._session._open = None
@@ -490,23 +517,27 @@ class Answer(Iterator[str]):
         except Exception:
             self._end(None, [])
             raise
-        tokens, reason = generation.tokens[0], generation.reasons[0] or "closed"
-        said = bool(tokens) or reason != "closed"
+        tokens = generation.tokens[0]
+        reason = generation.reasons[0] or "closed"
+        has_answer = bool(tokens) or reason != "closed"
         ids = ids_of(self._parts)
-        row = [Part("", [*ids, *tokens] if said else ids[: self._kept])]
-        ids = ids_of(self._cut(row))
+        in_row = [*ids, *tokens] if has_answer else ids[: self._kept]
+        ids = ids_of(self._cut([Part("", in_row)]))
         if cache is not None and int(fetched(cache.lengths)[0][0]) != len(ids):
             cache = None  # an interrupt came while tokens left it
         self._end(cache, ids)
-        if said:
+        if has_answer:
             self._add(generation, reason)
 
     def _begun(self) -> Generation:
+        """Take the session's cache, and begin to make the answer in it."""
         session = self._session
         session._open = self
         cache, self._parts, self._kept, self._dropped = session._ready(self)
-        kept, ids = self._kept, ids_of(self._parts)
+        kept = self._kept
+        ids = ids_of(self._parts)
         options = session._settings.options
+        # Every answer has random numbers of its own.
         seed = (options.seed + self._number) % (MOST_SEED + 1)
         options = dataclasses.replace(options, seed=seed)
         settings = session._settings._replace(max_new_tokens=self._new, options=options)
@@ -518,7 +549,7 @@ class Answer(Iterator[str]):
         )  # fmt: skip
 
     def _cut(self, parts: Sequence[Part]) -> list[Part]:
-        """Parts of the conversation and its answer without what has left the row meanwhile."""
+        """Cut out of the conversation and its answer what has left the row meanwhile."""
         rest = list(parts)
         for first, last in self._cuts:
             rest = without(rest, first, last)
@@ -526,9 +557,9 @@ class Answer(Iterator[str]):
 
     def _make_room(self, cache: Cache, least: int) -> tuple[Cache, int]:
         """Let the oldest text leave while the answer is being made."""
-        assert self._made is not None
+        assert self._generation is not None
         session = self._session
-        parts = self._cut([*self._parts, Part("", self._made.tokens[0])])
+        parts = self._cut([*self._parts, Part("", self._generation.tokens[0])])
         places = places_of(session.model, parts, session._template(self._history), session._plain)
         row = Row(cache, ids_of(parts))
         stops = stops_of(places, len(row.ids), least)
@@ -538,13 +569,18 @@ class Answer(Iterator[str]):
         return row.cache, last - first
 
     def _end(self, cache: Cache | None, ids: list[int]) -> None:
-        """Give the session its cache back, or none: the next turn then feeds everything anew."""
-        session, self._over = self._session, True
-        session._cache, session._ids, session._open = cache, [] if cache is None else ids, None
+        """Return the cache to the session. Without one, the next turn feeds everything anew."""
+        self._over = True
+        session = self._session
+        session._cache = cache
+        session._ids = [] if cache is None else ids
+        session._open = None
 
     def _add(self, generation: Generation, reason: str) -> None:
         """Make the turn a part of the conversation."""
-        session, text, tokens = self._session, generation.texts[0], generation.tokens[0]
+        session = self._session
+        text = generation.texts[0]
+        tokens = generation.tokens[0]
         ids = ids_of(self._parts)
         session._history = [*self._history, {"role": "assistant", "content": text}]
         answer = answer_part(session.model, ids, text, tokens)
@@ -565,15 +601,18 @@ class Answer(Iterator[str]):
 
 
 def _messages(message: Any) -> list[Message]:
-    """What was said as a list of messages of its own."""
+    """Copy a text, a message or several messages into a list of messages."""
     if isinstance(message, str):
         message = {"role": "user", "content": message} if message else ()
-    items = [message] if isinstance(message, Mapping) else message
-    messages: list[Any] = list(items) if isinstance(items, Iterable) else []
-    if not messages or not all(
-        isinstance(m, Mapping) and {"role", "content"} <= set(m) for m in messages
-    ):
+    if isinstance(message, Mapping):
+        message = [message]
+    messages: list[Any] = list(message) if isinstance(message, Iterable) else []
+    if not messages or not all(map(_is_message, messages)):
         raise UserError(
             'no message; wanted a text, or messages such as {"role": "user", "content": "Hello"}'
         )
-    return [{**m} for m in messages]
+    return [dict(message) for message in messages]
+
+
+def _is_message(value: Any) -> bool:
+    return isinstance(value, Mapping) and "role" in value and "content" in value

@@ -26,27 +26,32 @@ CONTEXT = 131072  # default in tokens; a model with fewer positions gets its own
 def _split(config: ModelConfig, methods: Sequence[Method], count: int) -> MeshSize:
     """Make a mesh of `count` devices: along `model` as far as possible, the others along the
     sequence."""
-    refused: UserError | None = None
+    refusal = UserError(f"{count} devices cannot share out this model")
     for model in range(count, 0, -1):
-        if count % model == 0:
-            size = MeshSize(model=model, seq=count // model)
-            try:
-                for method in methods:
-                    rules_for(config, method, size, devices=())
-            except UserError as error:
-                refused = error
-            else:
-                return size
-    raise refused or UserError(f"{count} devices cannot share out this model")
+        if count % model != 0:
+            continue
+        size = MeshSize(model=model, seq=count // model)
+        try:
+            for method in methods:
+                rules_for(config, method, size, devices=())
+        except UserError as error:
+            # The refusal of the last size is raised, which has all devices along the sequence.
+            refusal = error
+        else:
+            return size
+    raise refusal
 
 
 def _mesh(
     mesh: str | MeshSize, named: Named | None, config: ModelConfig, methods: Sequence[Method]
 ) -> MeshSize:
-    """Give the mesh that was asked for, or one of the number of devices that the name says."""
+    """Return the mesh that the caller names, or else one with as many devices as the device's name
+    says."""
     count = named.count if named else 1
+    if not mesh and count == 1:
+        return MeshSize()
     if not mesh:
-        return _split(config, methods, count) if count > 1 else MeshSize()
+        return _split(config, methods, count)
     size = mesh if isinstance(mesh, MeshSize) else MeshSize.parse(mesh)
     if count not in (1, size.devices):
         raise UserError(
@@ -56,9 +61,10 @@ def _mesh(
 
 
 def _of_model(model: Any) -> tuple[str, ModelConfig, str | None, str | None]:
-    """Find name, config, coded weights and dtype of a model argument."""
+    """Return name, config, codes of the weights and dtype of a model argument."""
     if isinstance(model, ModelConfig):
-        return f"a model of {model.num_layers} layers of width {model.width}", model, None, None
+        name = f"a model of {model.num_layers} layers of width {model.width}"
+        return name, model, None, None
     if isinstance(model, Model):
         coded = model.weights if model.weights in CODED_WEIGHTS else None
         name = Path(model.folder).name or "a model"
@@ -127,35 +133,44 @@ def plan(
     chip = named.name if named else None
     if compile_step and chip is None:
         raise UserError("compiling needs a device", "name it with {device}", device=None)
-    memory, memory_fraction = (
-        value if value is None else typed(option, value, float)
-        for option, value in (("memory", memory), ("memory_fraction", memory_fraction))
-    )
+    if memory is not None:
+        memory = typed("memory", memory, float)
+    if memory_fraction is not None:
+        memory_fraction = typed("memory_fraction", memory_fraction, float)
     if memory is not None and not memory > 0:
         raise UserError(f"memory={memory}; wanted more than 0 GiB")
     if not 1 <= batch <= MOST_ROWS:
         raise UserError(f"batch={batch}; wanted 1 to {MOST_ROWS} rows")
     methods = parse_all(cache)
+    if context is None:
+        tokens = min(CONTEXT, config.max_position)
+    else:
+        tokens = token_count(context)
+    # Without `memory_fraction`, a program gets all of `memory`, but a share of a device that is
+    # known by name.
     share = program_share(chip if memory is None else None, memory_fraction)
-    gibibytes = memory if memory is not None else DEVICES[chip].memory if chip else None
+    if memory is None and chip is not None:
+        memory = DEVICES[chip].memory
+    # A T4 computes in no bfloat16.
+    usual_dtype = "float16" if chip == "t4" else "bfloat16"
     case = Case(
         name=name,
         config=config,
-        context=min(CONTEXT, config.max_position) if context is None else token_count(context),
+        context=tokens,
         batch=batch,
         chip=chip,
         mesh=_mesh(mesh, named, config, methods),
-        room=None if gibibytes is None else share * gibibytes * GIB,
-        memory=None if gibibytes is None else gibibytes * GIB,
+        room=None if memory is None else share * memory * GIB,
+        memory=None if memory is None else memory * GIB,
         weights=weights or coded,
-        dtype=compute_dtype(dtype or own_dtype or ("float16" if chip == "t4" else "bfloat16")).name,
+        dtype=compute_dtype(dtype or own_dtype or usual_dtype).name,
     )
     if compile_step and case.dtype not in ("bfloat16", "float16"):
         raise UserError(f"compile_step plans 16-bit numbers, not {case.dtype}")
-    rows = [plan_row(case, method) for method in methods]
-    if compile_step and chip:
-        rows = [
-            row | compiled_row(case, method, chip)
-            for row, method in zip(rows, methods, strict=True)
-        ]
+    rows = []
+    for method in methods:
+        row = plan_row(case, method)
+        if compile_step and chip:
+            row |= compiled_row(case, method, chip)
+        rows.append(row)
     return Table(rows, sections(case, rows, named.note if named else ""))

@@ -3,7 +3,7 @@ devices."""
 
 import dataclasses
 
-from kvqjax._tables import Row, Section, cell, size
+from kvqjax._tables import TIE, Row, Section, cell, size
 from kvqjax.cache.accounting import ROLES
 from kvqjax.hardware.devices import DEVICES
 from kvqjax.hardware.plan_rows import Case
@@ -23,12 +23,18 @@ REFUSED = "does not fit"
 
 def _title(case: Case) -> str:
     """Name the plan and its device."""
-    coded = f" with {case.weights} matrices" if case.weights else ""
-    rows = f"{case.batch} row{'s' * (case.batch > 1)} of {case.context} tokens"
-    axes = ", ".join(f"{axis}={n}" for axis, n in dataclasses.asdict(case.mesh).items() if n > 1)
-    count = case.mesh.devices
-    devices = "" if case.chip is None and count == 1 else f", {count} x {case.chip or 'device'}"
-    return f"{case.name} in {case.dtype}{coded}, {rows}{devices}{f' (mesh {axes})' if axes else ''}"
+    title = f"{case.name} in {case.dtype}"
+    if case.weights:
+        title += f" with {case.weights} matrices"
+    rows = "row" if case.batch == 1 else "rows"
+    title += f", {case.batch} {rows} of {case.context} tokens"
+    if case.chip is not None or case.mesh.devices > 1:
+        title += f", {case.mesh.devices} x {case.chip or 'device'}"
+    sizes = dataclasses.asdict(case.mesh).items()
+    axes = [f"{axis}={count}" for axis, count in sizes if count > 1]
+    if axes:
+        title += f" (mesh {', '.join(axes)})"
+    return title
 
 
 def _room(case: Case) -> str:
@@ -50,79 +56,86 @@ def _room(case: Case) -> str:
 
 
 def _unbroken(line: Row) -> Row:
-    """A line whose sizes stay together where a narrow terminal breaks the others."""
-    return {
-        name: text.replace(" GiB", "\u00a0GiB").replace(" MiB", "\u00a0MiB")
-        for name, text in line.items()
-    }
+    """Keep numbers and units together, wherever a narrow terminal breaks a line."""
+    unbroken = {}
+    for name, text in line.items():
+        for unit in ("GiB", "MiB"):
+            text = text.replace(f" {unit}", f"{TIE}{unit}")
+        unbroken[name] = text
+    return unbroken
 
 
 def _memory(case: Case, rows: list[Row], note: str) -> Section:
-    """Bytes on one device, what fits there, and the limits."""
+    """Set the bytes on one device, what fits there, and the limits."""
+    # All rows have the same lines, so that they stand beside each other.
+    has_constants = any(row["bytes_constants_per_device"] for row in rows)
     lines = []
     for row in rows:
-        count = {
-            name: row[f"bytes_{name}_per_device"]
-            for name in ("weights", "constants", "cache", "workspace", "total")
-        }
-        line: Row = {"cache": row["cache"], "weights": size(count["weights"])}
-        if any(item["bytes_constants_per_device"] for item in rows):
-            line["calibrated constants"] = size(count["constants"])
-        line |= {"KV cache": size(count["cache"]), "workspace, estimated": size(count["workspace"])}
-        line["total"] = size(count["total"])
+        line: Row = {"cache": row["cache"], "weights": size(row["bytes_weights_per_device"])}
+        if has_constants:
+            line["calibrated constants"] = size(row["bytes_constants_per_device"])
+        line["KV cache"] = size(row["bytes_cache_per_device"])
+        line["workspace, estimated"] = size(row["bytes_workspace_per_device"])
+        line["total"] = size(row["bytes_total_per_device"])
         if case.room is not None:
-            spare = case.room - count["total"]
-            tight = "tight" if row["reason"].startswith("tight") else "yes"
-            line["fits"] = (
-                f"{tight}, {size(spare)} left" if row["fits"] else f"no, {size(-spare)} too much"
-            )
-            limit = " (the model's)" if row["context_limited_by"] == "the model" else ""
-            line["longest context"] = (
-                f"{row['largest_context']}{limit}" if row["largest_context"] else "none fits"
-            )
-            line["largest batch"] = (
-                str(row["largest_batch"]) if row["largest_batch"] else "none fits"
-            )
+            line |= _limits(row, case.room)
         lines.append(_unbroken(line))
-    shares = [
-        f"{row['cache']} fits with --memory-fraction {row['fits_with_memory_fraction']:g}."
-        for row in rows
-        if row.get("fits_with_memory_fraction")
-    ]
-    sentences = [_room(case), note and note[0].upper() + note[1:] + ".", *shares]
+    sentences = [_room(case)]
+    if note:
+        sentences.append(note[0].upper() + note[1:] + ".")
+    for row in rows:
+        share = row.get("fits_with_memory_fraction")
+        if share:
+            sentences.append(f"{row['cache']} fits with --memory-fraction {share:g}.")
     sentences.append(
         "The workspace is a decode step's; a long prompt needs more, unless it enters in chunks."
     )
     title = "On each device" if case.mesh.devices > 1 else "On the device"
-    return Section(title, lines, " ".join(filter(None, sentences)), across=True)
+    return Section(title, lines, " ".join(sentences), across=True)
+
+
+def _limits(row: Row, room: float | int) -> Row:
+    """Say whether a cache fits `room` bytes, and which context and batch would be the largest."""
+    spare = room - row["bytes_total_per_device"]
+    if not row["fits"]:
+        fits = f"no, {size(-spare)} too much"
+    elif row["reason"].startswith("tight"):
+        fits = f"tight, {size(spare)} left"
+    else:
+        fits = f"yes, {size(spare)} left"
+    context = "none fits"
+    if row["largest_context"]:
+        context = str(row["largest_context"])
+        if row["context_limited_by"] == "the model":
+            context += " (the model's)"
+    batch = str(row["largest_batch"]) if row["largest_batch"] else "none fits"
+    return {"fits": fits, "longest context": context, "largest batch": batch}
 
 
 def _speed(case: Case, rows: list[Row]) -> Section | None:
-    """Bounds on speed for plans that fit."""
+    """Set the bounds on speed of the plans that fit."""
     device = case.device
     if device is None or not any(row["fits"] for row in rows):
         return None
-    lines, measured = [], any(row["attention_over_16_bits"] is not None for row in rows)
+    # All rows have the same lines, so that they stand beside each other.
+    recomputes = any(row["recomputing_hidden_until"] != "always" for row in rows)
+    measured = any(row["attention_over_16_bits"] is not None for row in rows)
+    lines = []
     for row in rows:
-        fits = row["fits"]
         line: Row = {"cache": row["cache"]}
-        line["tokens a second, at most"] = f"{row['tokens_per_second']:.4g}" if fits else REFUSED
-        line["limited by"] = row["bound_by"] if fits else ""
-        if any(item["recomputing_hidden_until"] != "always" for item in rows):
-            line["recomputing is free up to"] = f"{row['recomputing_hidden_until']} tokens".replace(
-                "always tokens", "any"
-            )
-        line["seconds to first token, at least"] = (
-            f"{row['seconds_to_first_token']:.4g}" if fits else REFUSED
-        )
+        line["tokens a second, at most"] = _bound(row, "tokens_per_second")
+        line["limited by"] = row["bound_by"] if row["fits"] else ""
+        if recomputes:
+            until = row["recomputing_hidden_until"]
+            line["recomputing is free up to"] = "any" if until == "always" else f"{until} tokens"
+        line["seconds to first token, at least"] = _bound(row, "seconds_to_first_token")
         if "seconds_to_first_token_estimated" in row:
-            estimate = row["seconds_to_first_token_estimated"]
-            line["estimated seconds to first token"] = f"{estimate:.4g}" if fits else REFUSED
+            estimate = _bound(row, "seconds_to_first_token_estimated")
+            line["estimated seconds to first token"] = estimate
         if measured:
-            times = row["attention_over_16_bits"]
-            line["measured attention, in times of 16 bits"] = (
-                "not measured" if times is None else f"{times:.3g}"
-            )
+            ratio = row["attention_over_16_bits"]
+            text = "not measured" if ratio is None else f"{ratio:.3g}"
+            line["measured attention, in times of 16 bits"] = text
         lines.append(line)
     all_but = "But for the last line nothing" if measured else "Nothing"
     note = (
@@ -145,40 +158,49 @@ def _speed(case: Case, rows: list[Row]) -> Section | None:
     return Section("Speed at best", lines, note, across=True)
 
 
+def _bound(row: Row, name: str) -> str:
+    return f"{row[name]:.4g}" if row["fits"] else REFUSED
+
+
 def _cache(case: Case, rows: list[Row]) -> Section:
-    """The cache of all devices, by role."""
+    """Set the bytes of the cache on all devices, by role."""
     roles = dict.fromkeys(role for row in rows for role in row["classes"])
     lines = []
     for row in rows:
-        line: Row = {
-            "cache": row["cache"],
-            "bytes": size(row["bytes"]),
-            "bits per number": f"{row['bits_stored']:.4g}",
-        }
+        line: Row = {"cache": row["cache"], "bytes": size(row["bytes"])}
+        line["bits per number"] = f"{row['bits_stored']:.4g}"
         line["times smaller"] = f"{row['bytes_exact'] / row['bytes']:.3g}"
-        line |= {ROLES.get(role, role): size(row["classes"].get(role, 0)) for role in roles}
+        for role in roles:
+            line[ROLES.get(role, role)] = size(row["classes"].get(role, 0))
         lines.append(_unbroken(line))
-    exact = f"A number is one channel of a key or value; in {case.dtype} they take {size(rows[0]['bytes_exact'])}."
+    title = "The cache"
+    if case.mesh.devices > 1:
+        title += f" of all {case.mesh.devices} devices"
+    exact = size(rows[0]["bytes_exact"])
+    note = f"A number is one channel of a key or value; in {case.dtype} they take {exact}."
     if rows[0]["beyond_model"]:
-        exact += f" {case.context} tokens are beyond the {case.config.max_position} that this model was made for."
-    where = (
-        f"The cache of all {case.mesh.devices} devices" if case.mesh.devices > 1 else "The cache"
-    )
-    return Section(where, lines, exact, across=True)
+        note += (
+            f" {case.context} tokens are beyond the {case.config.max_position} that this model was "
+            "made for."
+        )
+    return Section(title, lines, note, across=True)
 
 
 def _compiled(rows: list[Row]) -> Section | None:
-    """The compiler's own account."""
+    """Set the compiler's own account, where the step was compiled."""
     if "compile_seconds" not in rows[0]:
         return None
-    lines = [
-        {"cache": row["cache"]} | {word: cell(name, row[name]) for name, word in COMPILED.items()}
-        for row in rows
-    ]
+    lines = []
+    for row in rows:
+        line: Row = {"cache": row["cache"]}
+        for name, word in COMPILED.items():
+            line[word] = cell(name, row[name])
+        lines.append(line)
     return Section("As compiled, on each device", lines, across=True)
 
 
 def sections(case: Case, rows: list[Row], note: str) -> list[Section]:
-    """The parts of the printed plan; `note` says what was taken for granted about the device."""
-    tables = (_memory(case, rows, note), _speed(case, rows), _compiled(rows), _cache(case, rows))
-    return [Section(_title(case), []), *filter(None, tables)]
+    """Set all parts of the printed plan; `note` says what was taken for granted about the device."""
+    title = Section(_title(case), [])
+    parts = [_memory(case, rows, note), _speed(case, rows), _compiled(rows), _cache(case, rows)]
+    return [title, *(part for part in parts if part is not None)]

@@ -62,58 +62,62 @@ class Plan:
 
 @functools.lru_cache(maxsize=16)
 def _plain_shapes(config: ModelConfig, dtype: str) -> dict:
-    """Give the params as shapes. Kept, because a plan asks some forty times for every cache: half
-    of its time."""
+    """Return the params as shapes. They are kept, because a plan needs them some forty times for
+    every cache, which was half of its time."""
     return jax.eval_shape(lambda: init_params(jax.random.key(0), config, jnp.dtype(dtype)))
 
 
 def parameter_shapes(
     config: ModelConfig, dtype: str = "bfloat16", weights: str | None = None
 ) -> dict:
-    """The params pytree as shapes, the layers' matrices as codes where `weights` is "int8" or
-    "int4"."""
+    """Return the params pytree as shapes. The layers' matrices are codes where `weights` is "int8"
+    or "int4"."""
     # A fresh copy: the caller may change it.
     params = jax.tree.map(lambda x: x, _plain_shapes(config, dtype))
     if weights is None:
         return params
     if weights not in CODED_WEIGHTS:
         raise UserError(f"weights {weights!r} is unknown; known: {', '.join(CODED_WEIGHTS)}")
-    code = functools.partial(
-        jax.eval_shape, functools.partial(code_weight, bits=CODED_WEIGHTS[weights])
-    )
+    to_codes = functools.partial(code_weight, bits=CODED_WEIGHTS[weights])
 
-    def coded(name: str, x):
-        if not is_coded(f"layers/{name}"):
-            return x
-        return x.replace(stack=code(x.stack)) if isinstance(x, Rows) else code(x)
+    def coded(x):
+        if isinstance(x, Rows):
+            return x.replace(stack=coded(x.stack))
+        return jax.eval_shape(to_codes, x)
 
-    return params | {"layers": {name: coded(name, x) for name, x in params["layers"].items()}}
+    layers = {}
+    for name, x in params["layers"].items():
+        layers[name] = coded(x) if is_coded(f"layers/{name}") else x
+    return params | {"layers": layers}
 
 
 def _share(rules: Rules, params: dict) -> dict:
-    """Shapes of the weights that one device holds. Devices that share out a group of inputs each
-    have its scale."""
+    """Return the shapes of the weights that one device holds. Devices that share out a group of
+    inputs each have its scale."""
 
-    def widened(spec, x):
+    def with_scales(spec, x):
+        """Count a scale of codes for every device that has a part of its group."""
         if not isinstance(x, CodedWeight):
             return x
+        # The spec of the axis of inputs, the last but one; a short spec splits no further axis.
         axes = (*spec, None, None)[x.codes.ndim - 2]
-        devices = (
-            1 if axes is None else rules.size((axes,) if isinstance(axes, str) else tuple(axes))
-        )
+        if isinstance(axes, str):
+            axes = (axes,)
+        devices = 1 if axes is None else rules.size(tuple(axes))
         *lead, groups, outputs = x.scale.shape
         shape = (*lead, math.lcm(groups, devices), outputs)
         return x.replace(scale=jax.ShapeDtypeStruct(shape, x.scale.dtype))
 
-    def is_coded(x):
+    def is_codes(x):
         return isinstance(x, CodedWeight)
 
+    def with_all_scales(spec, parameter):
+        # A parameter may be several arrays: rows of a stack.
+        change = functools.partial(with_scales, spec)
+        return jax.tree.map(change, parameter, is_leaf=is_codes)
+
     specs = rules.parameters(params)
-
-    def every(spec, part):
-        return jax.tree.map(functools.partial(widened, spec), part, is_leaf=is_coded)
-
-    return rules.shares(jax.tree.map(every, specs, params), specs)
+    return rules.shares(jax.tree.map(with_all_scales, specs, params), specs)
 
 
 @functools.lru_cache(maxsize=16)
@@ -130,65 +134,64 @@ def _weights(
     which a token is multiplied: the same for every length, too."""
     params = parameter_shapes(config, dtype)
     share = _share(rules, parameter_shapes(config, dtype, weights))
-    size = rules.size(rules.vocabulary)
-    idle = config.idle_numbers // rules.size(rules.width)
-    numbers = sum(
-        math.prod(x.shape) for x in jax.tree.leaves(rules.shares(params, rules.parameters(params)))
-    )
-    table = 0 if config.tied_embeddings else math.prod(params["embed"].shape) // size
+    plain_share = rules.shares(params, rules.parameters(params))
+    numbers = sum(math.prod(x.shape) for x in jax.tree.leaves(plain_share))
+    # An embedding that is not the head too is looked up, not read.
+    table = 0
+    if not config.tied_embeddings:
+        table = math.prod(params["embed"].shape) // rules.size(rules.vocabulary)
     bytes_of_table = table * params["embed"].dtype.itemsize
+    # Experts that a token passes by are stored, and neither read nor multiplied by.
+    devices = rules.size(rules.width)
+    idle = config.idle_numbers // devices
     by_expert = {name: share["layers"][name] for name in BY_EXPERT if name in share["layers"]}
-    all_experts = sum(
-        math.prod(params["layers"][name].stack.shape) for name in by_expert
-    ) // rules.size(rules.width)
-    bytes_of_idle = round(array_bytes(by_expert) * idle / all_experts) if all_experts else 0
+    all_experts = sum(math.prod(params["layers"][name].stack.shape) for name in by_expert)
+    all_experts //= devices
+    bytes_of_idle = 0
+    if all_experts:
+        # Codes and scales are shared out as the numbers that they stand for.
+        bytes_of_idle = round(array_bytes(by_expert) * idle / all_experts)
     total = array_bytes(share)
     return total, total - bytes_of_table - bytes_of_idle, numbers - table - idle
 
 
 def _whole_body_bytes(run: RunLayout, batch: int, item: int) -> int:
-    """Bytes beside a body that is read as a whole: a score of every token and query head, its
-    weight, and its weight times the scale of every group of the value's channels."""
-    scales = [
-        f.width
-        for f in run.wiring.storage.codecs["v"].fields.values()
-        if f.kind == "token" and f.role == "scales"
-    ]
-    groups = sum(-(-width // run.shape.num_kv_heads) for width in scales)
-    return batch * run.slots_here * run.shape.num_heads * (4 + item * (1 + groups))
+    """Count the bytes beside a body that is read as a whole: a score of every token and query head,
+    its weight, and its weight times the scale of every group of the value's channels."""
+    groups = 0
+    for field in run.wiring.storage.codecs["v"].fields.values():
+        if field.kind == "token" and field.role == "scales":
+            groups += -(-field.width // run.shape.num_kv_heads)
+    per_score = 4 + item * (1 + groups)  # the score is float32
+    return batch * run.slots_here * run.shape.num_heads * per_score
 
 
 def _workspace(layout: CacheLayout, batch: int, vocabulary: int) -> int:
-    """Bytes of a decode step beside its arguments:
+    """Count the bytes of a decode step beside its arguments:
 
     - float32 logits, drawn from and sorted;
     - the exact tokens of a layer as keys and values;
     - one block of the body unpacked and decoded with its scores, or what a body that is read as a
       whole takes;
     - what the method carries."""
-    config, item = layout.shape, jnp.dtype(layout.dtype).itemsize
+    config = layout.shape
+    item = jnp.dtype(layout.dtype).itemsize
     logits = 2 * 4 * batch * vocabulary
-    most = 0
+    most = 0  # of one layer: layers run one after the other
     for run in runs_of(layout):
         width = sum(run.wiring.storage.sources.values()) + config.cached_width
         exact = batch * (layout.method.sinks + run.ring + 1) * width * item
-        block = (
-            batch * min(run.reading, run.slots_here) * (width * (4 + item) + 4 * config.num_heads)
-        )
         if run.wiring.fast.direct is not None:
             block = _whole_body_bytes(run, batch, item)
         elif run.static_loops:  # as keys or values are looked up, multiplied and rotated
             tokens = batch * run.slots_here
-            block = (
-                min(read_at_a_time(tokens), tokens)
-                * 3
-                * config.num_kv_heads
-                * config.head_dim
-                * item
-            )
-        carried = (
-            batch * min(run.carried, run.slots_here) * sum(run.wiring.chain.carry.values()) * item
-        )
+            at_a_time = min(read_at_a_time(tokens), tokens)
+            block = 3 * at_a_time * config.num_kv_heads * config.head_dim * item
+        else:
+            per_token = width * (4 + item) + 4 * config.num_heads
+            block = batch * min(run.reading, run.slots_here) * per_token
+        carry_width = sum(run.wiring.chain.carry.values())
+        carried = batch * min(run.carried, run.slots_here) * carry_width * item
         most = max(most, exact + block + carried)
     return logits + most
 
@@ -203,7 +206,7 @@ def plan_memory(
     form: str = "planes",
     weights: str | None = None,
 ) -> Plan:
-    """The plan of one device of `mesh` for `batch` rows of at most `context` tokens, weights and
+    """Plan one device of `mesh` for `batch` rows of at most `context` tokens, weights and
     exact tokens in `dtype`, bodies in the device's form (`kvqjax.cache.layout.stored_form`), the
     layers' matrices as `weights` "int8" or "int4" codes if so wanted. Rows are rounded up to what
     the mesh can share out."""
@@ -216,15 +219,15 @@ def plan_memory(
     layout = rules.cache_layout(layout, rows * mesh.data)
     cache = jax.eval_shape(functools.partial(allocate_cache, layout, rows * mesh.data))
     total, read, multiplied = _weights(config, rules, dtype, weights)
+    constants = [run.wiring.constants(run.count, dtype) for run in runs_of(layout)]
+    vocabulary = config.vocab_size // rules.size(rules.vocabulary)
     return Plan(
         weights=total,
         read=read,
         multiplied=multiplied,
-        constants=array_bytes([run.wiring.constants(run.count, dtype) for run in runs_of(layout)]),
+        constants=array_bytes(constants),
         cache=array_bytes(rules.shares(cache, rules.cache(cache))),
-        workspace=_workspace(
-            rules.local_layout(layout), rows, config.vocab_size // rules.size(rules.vocabulary)
-        ),
+        workspace=_workspace(rules.local_layout(layout), rows, vocabulary),
         state=cache,
     )
 
@@ -233,16 +236,22 @@ def headroom(total: int, room: float | int) -> str:
     """Say whether `total` bytes fit `room` bytes: "yes", "tight" (less than TIGHT of it is left),
     "no"."""
     spare = room - total
-    return "no" if spare < 0 else "tight" if spare < TIGHT * room else "yes"
+    if spare < 0:
+        return "no"
+    return "tight" if spare < TIGHT * room else "yes"
 
 
 def largest(fits: Callable[[int], bool], step: int = 1, most: int = 2**24) -> int:
-    """The largest multiple of `step`, at most `most`, for which `fits` holds (it holds below any
-    number it holds for); 0 if none."""
-    low, high = 0, most // step
+    """Find the largest multiple of `step`, at most `most`, for which `fits` holds; 0 if none.
+    `fits` holds below any number for which it holds."""
+    low = 0
+    high = most // step
     while low < high:
         middle = (low + high + 1) // 2
-        low, high = (middle, high) if fits(middle * step) else (low, middle - 1)
+        if fits(middle * step):
+            low = middle
+        else:
+            high = middle - 1
     return low * step
 
 
@@ -254,7 +263,7 @@ def step_bounds(
     device: Device,
     mesh: MeshSize = ALONE,
 ) -> tuple[float, float]:
-    """Lower bounds on one decode step at a full context: (seconds to read a device's weights,
+    """Compute lower bounds on one decode step at a full context: (seconds to read a device's weights,
     constants and cache once, seconds to compute its part at the dense 16-bit peak). An embedding
     table that is not the head is looked up, not read; communication between devices is not counted.
     Only the experts of one token count: rows that choose others read more.
@@ -263,10 +272,10 @@ def step_bounds(
     what a layer sees of the context (of a chunk at least the token itself), and what the method
     spends to bring cached tokens back (arXiv 2508.10395, section 3.4, for XQuant)."""
     read = planned.read + planned.constants + planned.cache
-    shapes = [config.layer(index) for index in range(config.num_layers)]
-    seen = sum(
-        1 if shape.common_chunked else min(context, shape.window or context) for shape in shapes
-    )
+    seen = 0  # tokens that all layers together see
+    for index in range(config.num_layers):
+        shape = config.layer(index)
+        seen += 1 if shape.common_chunked else min(context, shape.window or context)
     attention = 4 * config.query_width * seen
     cached = (attention + planned.book.flops * context) / (mesh.seq * mesh.model)
     operations = -(-batch // mesh.data) * (2 * planned.multiplied + cached)

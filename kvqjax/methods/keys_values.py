@@ -64,9 +64,12 @@ def cached_keys(
 ) -> Float[Array, "B T K D"]:
     """Choose the keys [B, T, K, D] that a cache keeps: as attended or before RoPE, with their bias
     or without it."""
-    bare = projected.bare if unbiased and config.known_key_bias else None
-    keys = projected.k if bare is None else bare
-    return rotate(keys, positions, config) if rope == "post" else keys
+    keys = projected.k
+    if unbiased and config.known_key_bias and projected.bare is not None:
+        keys = projected.bare
+    if rope == "post":
+        keys = rotate(keys, positions, config)
+    return keys
 
 
 def _check(config: KVShape, rope: str, rotations: dict[str, str]) -> None:
@@ -116,9 +119,11 @@ def keys_and_values(
     encode_framed, decode = codec_maps(codecs)
 
     def capture(weights, constants, projected, positions):
-        k, v = cached_keys(projected, positions, config, rope, unbiased), projected.v
+        k = cached_keys(projected, positions, config, rope, unbiased)
+        v = projected.v
         if config.latent is not None:
             k, v = key_parts(k, config.latent)
+        # Heads side by side: [B, T, K*D].
         return {"k": k.reshape(*k.shape[:2], -1), "v": v.reshape(*k.shape[:2], -1)}
 
     def encode(constants, tile, carry):
@@ -132,15 +137,15 @@ def keys_and_values(
     def expand(weights, constants, sources, positions, turned=lambda constants, x: x):
         """Expand sources. `turned` brings the bias into the frame in which the keys are: the
         body's, or their own."""
-        k, v = (heads(sources[part], config.num_kv_heads) for part in KEYS_AND_VALUES)
+        k = heads(sources["k"], config.num_kv_heads)
+        v = heads(sources["v"], config.num_kv_heads)
         if config.latent is not None:
             k = v = latent_key(k, v)
         if unbiased and config.known_key_bias:
             bias = key_bias(weights, config).astype(k.dtype)  # [1, 1, K, D]
             if rope == "post":
-                bias = rotate(
-                    jnp.broadcast_to(bias, (*positions.shape, *bias.shape[2:])), positions, config
-                )
+                everywhere = (*positions.shape, *bias.shape[2:])
+                bias = rotate(jnp.broadcast_to(bias, everywhere), positions, config)
             k = k + turned(constants, bias).astype(k.dtype)
         if rope == "pre":
             k = rotate(k, positions, config)
@@ -149,33 +154,38 @@ def keys_and_values(
     expand_body = None
     if body_frame is not None:
         expand_body = functools.partial(expand, turned=_turn_keys(body_frame))
-    needs, widths = needs_of(rotations, config), _widths(config)
+    needs = needs_of(rotations, config)
+    maps = Maps(
+        capture,
+        encode,
+        decode,
+        expand,
+        expand_body=expand_body,
+        frame=body_frame,
+        turned=("k",) if rope == "post" else (),
+    )
     return Wiring(
-        Storage(widths, codecs, clocks),
-        Maps(
-            capture,
-            encode,
-            decode,
-            expand,
-            expand_body=expand_body,
-            frame=body_frame,
-            turned=("k",) if rope == "post" else (),
-        ),
+        Storage(_widths(config), codecs, clocks),
+        maps,
         fast=Fast(before_rope=rope == "pre"),
         calibration=Calibration(needs, fit=FIT if needs else None),
     )
 
 
 def _widths(config: KVShape) -> dict[str, int]:
-    """Give the width of each source over all heads."""
-    return {source: count * channels for source, (count, channels) in config.cached_heads.items()}
+    """Return the width of each source over all heads."""
+    widths = {}
+    for source, (count, channels) in config.cached_heads.items():
+        widths[source] = count * channels
+    return widths
 
 
 def _turn_keys(frame: Frame) -> Callable:
     """Make the function that turns keys by head [B, n, K, D] into the body's frame."""
 
     def turned(constants, keys):
-        return frame.turn(constants, "k", keys.reshape(*keys.shape[:2], -1)).reshape(keys.shape)
+        side_by_side = keys.reshape(*keys.shape[:2], -1)
+        return frame.turn(constants, "k", side_by_side).reshape(keys.shape)
 
     return turned
 
@@ -202,6 +212,7 @@ class KeysAndValues:
     value_rotation: str = "none"
 
     def build(self, config: KVShape) -> Wiring:
+        """Wire the layer for a model, with all faster ways to read it that its codecs allow."""
         key = for_heads(self.key, *config.cached_heads["k"])
         value = for_heads(self.value, *config.cached_heads["v"])
         widths = _widths(config)
@@ -216,13 +227,12 @@ class KeysAndValues:
             return wiring
         direct = direct_form(key, value, self.rope, config)
         packed = packed_form(key, value, self.rope, config)
-        return wiring.having(
-            fast={"packed": packed, "direct": direct, "mixed": _mixed_keys(key, config)}
-        )
+        mixed = _mixed_keys(key, config)
+        return wiring.having(fast={"packed": packed, "direct": direct, "mixed": mixed})
 
 
 def _without_constants(wiring: Wiring) -> Wiring:
-    """Give the wiring of a layer of latents, which the general loop over blocks reads. Raises
+    """Return the wiring of a layer of latents, which the general loop over blocks reads. Raises
     UserError where constants are to be calibrated: calibrations read keys and values by head."""
     if wiring.wanted():
         raise UserError(
@@ -235,12 +245,15 @@ def _without_constants(wiring: Wiring) -> Wiring:
 
 
 def _linear_forms(key: CodecSpec, value: CodecSpec, config: KVShape) -> dict[str, Any]:
-    """Give the fields of `Fast` for codecs whose transform is linear; none for other codecs.
+    """Return the fields of `Fast` for codecs whose transform is linear; none for other codecs.
 
     More tokens are decoded at a time. Values are summed before they are transformed, so that one
     sum of each query head is transformed instead of every token."""
-    key = key.inner if isinstance(key, Centred | BlockCentred) else key
-    forms: dict[str, Any] = {"reading": READING} if isinstance(key, Linear) else {}
+    if isinstance(key, Centred | BlockCentred):
+        key = key.inner
+    forms: dict[str, Any] = {}
+    if isinstance(key, Linear):
+        forms["reading"] = READING
     form = value.summed_form(config.kv_width) if isinstance(value, Linear) else None
     if form is None:
         return forms
@@ -260,7 +273,8 @@ def _linear_forms(key: CodecSpec, value: CodecSpec, config: KVShape) -> dict[str
         same_head = jnp.eye(count, dtype=bool)[None, None, :, None, :, None]
         return jnp.where(same_head, values, 0).sum(4).reshape(*means.shape[:3], config.head_dim)
 
-    return forms | {"summed": SharedValues(width, FEW_QUERIES, read, finish)}
+    forms["summed"] = SharedValues(width, FEW_QUERIES, read, finish)
+    return forms
 
 
 def _mixed_keys(key: CodecSpec, config: KVShape) -> MixedKeys | None:
@@ -282,13 +296,15 @@ def apart(wiring: Wiring) -> bool:
     Latents cannot be taken alone, because their constants replace weights for keys and values
     together."""
     has_both = set(wiring.storage.sources) == set(KEYS_AND_VALUES)
-    return has_both and not (wiring.chain.carry or any(wiring.calibration))
+    return has_both and not wiring.chain.carry and not any(wiring.calibration)
 
 
 def _clock(wiring: Wiring, part: str) -> Clock:
-    """Give the clock of one part alone."""
-    clock = next(clock for clock in wiring.storage.clocks if part in clock.sources)
-    return clock._replace(sources=(part,))
+    """Return the clock of one part alone."""
+    for clock in wiring.storage.clocks:
+        if part in clock.sources:
+            return clock._replace(sources=(part,))
+    raise KeyError(part)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -306,17 +322,17 @@ class Pair:
                     f"its {NAMES[part]} cannot be taken alone, since it caches keys and values together"
                 )
         clocks = tuple(_clock(wiring, part) for part, wiring in wirings.items())
-        if clocks[0]._replace(sources=KEYS_AND_VALUES) == clocks[1]._replace(
-            sources=KEYS_AND_VALUES
-        ):
+        joint_clocks = {clock._replace(sources=KEYS_AND_VALUES) for clock in clocks}
+        if len(joint_clocks) == 1:
             # One clock, so that they leave the window together.
-            clocks = (clocks[0]._replace(sources=KEYS_AND_VALUES),)
+            clocks = tuple(joint_clocks)
 
         def capture(*arguments):
             return {part: wiring.maps.capture(*arguments)[part] for part, wiring in wirings.items()}
 
         def encode(constants, tile, carry):
-            payload, recon = {}, {}
+            payload = {}
+            recon = {}
             for part, x in tile.items():
                 part_payload, part_recon, _ = wirings[part].maps.encode(constants, {part: x}, {})
                 payload[part] = part_payload[part]
@@ -334,17 +350,26 @@ class Pair:
             """Make the `Expand` of tokens in the body's frame (`body`) or in their own."""
 
             def of(maps: Maps) -> Callable:
-                return maps.expand_body if body and maps.expand_body is not None else maps.expand
+                if body and maps.expand_body is not None:
+                    return maps.expand_body
+                return maps.expand
 
-            key, value = of(wirings["k"].maps), of(wirings["v"].maps)
-            return lambda *arguments: (key(*arguments)[0], value(*arguments)[1])
+            expand_keys = of(wirings["k"].maps)
+            expand_values = of(wirings["v"].maps)
+
+            def expand(*arguments):
+                keys, _ = expand_keys(*arguments)
+                _, values = expand_values(*arguments)
+                return keys, values
+
+            return expand
 
         # Each part's own `encode` rotates its source. Queries and outputs need one frame that has
         # both rotations.
-        frames = {part: wiring.maps.frame for part, wiring in wirings.items()}
-        rotations = {
-            part: x.rotations.get(part, "none") for part, x in frames.items() if x is not None
-        }
+        rotations = {}
+        for part, wiring in wirings.items():
+            if wiring.maps.frame is not None:
+                rotations[part] = wiring.maps.frame.rotations.get(part, "none")
         body_frame = frame(rotations, config)
         return Wiring(
             Storage(
@@ -368,17 +393,22 @@ class Pair:
 def _of_one_method(key: Any, value: Any) -> LayerSpec | None:
     """Make the layer with `key`'s key codec and `value`'s value codec. None where the layers differ
     in more than these two codecs."""
-    fields = {field.name for field in dataclasses.fields(key)}
-    if type(key) is not type(value) or not {"key", "value"} <= fields or isinstance(key, Pair):
+    if type(key) is not type(value) or isinstance(key, Pair):
         return None
-    differs_in_codecs_alone = dataclasses.replace(key, key=value.key, value=value.value) == value
-    return dataclasses.replace(key, value=value.value) if differs_in_codecs_alone else None
+    fields = {field.name for field in dataclasses.fields(key)}
+    if not {"key", "value"} <= fields:
+        return None
+    if dataclasses.replace(key, key=value.key, value=value.value) != value:
+        return None
+    return dataclasses.replace(key, value=value.value)
 
 
 def joined(key: LayerSpec, value: LayerSpec) -> LayerSpec:
     """Make one layer's spec with keys as in `key` and values as in `value`."""
-    key = key.key if isinstance(key, Pair) else key
-    value = value.value if isinstance(value, Pair) else value
+    if isinstance(key, Pair):
+        key = key.key
+    if isinstance(value, Pair):
+        value = value.value
     return _of_one_method(key, value) or Pair(key=key, value=value)
 
 
@@ -393,12 +423,10 @@ def _shares_scales(spec: LayerSpec) -> bool:
     layer = spec.key if isinstance(spec, Pair) else spec
     if not isinstance(layer, KeysAndValues) or layer.unbiased:
         return False
-    coarse = (
-        isinstance(layer.key, Uniform)
-        and layer.key.along == "channels"
-        and layer.key.bits <= FEW_BITS
-    )
-    return coarse or isinstance(layer.key, Higgs | Balanced | Scaled | Clipped)
+    codec = layer.key
+    if isinstance(codec, Uniform):
+        return codec.along == "channels" and codec.bits <= FEW_BITS
+    return isinstance(codec, Higgs | Balanced | Scaled | Clipped)
 
 
 def bias_advice(method: Method, config: KVShape) -> str:

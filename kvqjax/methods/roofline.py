@@ -33,12 +33,13 @@ class StepCost(NamedTuple):
     """The cost of a step."""
 
     flops: Number  # per cached token
-    cache_bytes: Number  # per cached token, scales included, and XQuant-CL's accumulator as stored and loaded once
+    # Per cached token, scales included. XQuant-CL's accumulator is stored and loaded once.
+    cache_bytes: Number
     weight_bytes: Number  # per step
 
 
 def _wirings(method: Method, config: KVShape) -> list[Wiring]:
-    """Give every layer's wiring."""
+    """Build the wiring of every layer."""
     shape = config.layer(0)
     return [wiring_of(spec, shape) for spec in method.layers(config)]
 
@@ -56,33 +57,39 @@ def flops_by_layer(method: Method, config: KVShape) -> tuple[int, ...]:
 
 
 def bits_by_layer(method: Method, config: KVShape) -> tuple[float, ...]:
-    """Give each layer's stored bits per number of its sources. Numbers in the compute dtype count
+    """Return each layer's stored bits per number of its sources. Numbers in the compute dtype count
     as 16 bits."""
-    stored = [wiring.storage.codecs.values() for wiring in _wirings(method, config)]
+    bits = []
+    for wiring in _wirings(method, config):
+        numbers = sum(codec.width for codec in wiring.storage.codecs.values())
+        bits.append(_stored_bits(wiring) / numbers)
+    return tuple(bits)
 
-    def total(codecs):
-        return sum(bits_per_value(codec) * codec.width for codec in codecs)
 
-    return tuple(total(codecs) / sum(codec.width for codec in codecs) for codecs in stored)
+def _stored_bits(wiring: Wiring) -> Number:
+    """Count the bits that one token takes in a layer, scales included."""
+    return sum(bits_per_value(codec) * codec.width for codec in wiring.storage.codecs.values())
 
 
 def layer_cost(spec: LayerSpec, config: ModelConfig) -> StepCost:
     """Sum one layer of one decode step, calibrated constants as 16-bit weights."""
     wiring = wiring_of(spec, config.layer(0))
-    bits = sum(bits_per_value(codec) * codec.width for codec in wiring.storage.codecs.values())
+    # Constants are read beside the layer's weights, or in place of some of them (`spared`).
     matrices = config.attention_numbers + config.mlp_numbers - wiring.cost.spared
-    matrices += sum(
-        math.prod(shape) for names in wiring.wanted().values() for shape in names.values()
-    )
-    return StepCost(wiring.cost.operations, (bits + wiring.cost.bits) / 8, 2 * matrices)
+    for shapes in wiring.wanted().values():
+        matrices += sum(math.prod(shape) for shape in shapes.values())
+    cache_bits = _stored_bits(wiring) + wiring.cost.bits
+    return StepCost(wiring.cost.operations, cache_bits / 8, 2 * matrices)
 
 
 def step_cost(method: Method, config: ModelConfig) -> StepCost:
     """Sum all layers of one decode step."""
     specs = method.layers(config)
+    # Layers of one spec cost the same.
     costs = {spec: layer_cost(spec, config) for spec in dict.fromkeys(specs)}
-    _, cached, weights = (sum(part) for part in zip(*map(costs.__getitem__, specs), strict=True))
-    return StepCost(flops_per_token(method, config), cached, weights)
+    cache_bytes = sum(costs[spec].cache_bytes for spec in specs)
+    weight_bytes = sum(costs[spec].weight_bytes for spec in specs)
+    return StepCost(flops_per_token(method, config), cache_bytes, weight_bytes)
 
 
 def longest_memory_bound(cost: StepCost, ridge: Number) -> float:
@@ -97,4 +104,6 @@ def longest_memory_bound(cost: StepCost, ridge: Number) -> float:
         The number of tokens; infinity where memory traffic always bounds the step.
     """
     spare = cost.flops - ridge * cost.cache_bytes
-    return math.inf if spare <= 0 else ridge * cost.weight_bytes / spare
+    if spare <= 0:
+        return math.inf
+    return ridge * cost.weight_bytes / spare

@@ -1,16 +1,24 @@
 """The kinds of layers in config.json: which see a window or a chunk, and which are recurrent."""
 
+from typing import Any
+
 from kvqjax.model.config import RecurrentConfig
 from kvqjax.model.hf_families import FAMILIES, Family
 from kvqjax.model.hf_fields import is_integer, read_integer, refuse
 
 # What `layer_types` calls the kinds of layers.
-FULL_ATTENTION, SLIDING_ATTENTION, _CHUNKED_ATTENTION = (
-    "full_attention",
-    "sliding_attention",
-    "chunked_attention",
-)
+FULL_ATTENTION = "full_attention"
+SLIDING_ATTENTION = "sliding_attention"
+_CHUNKED_ATTENTION = "chunked_attention"
 _LINEAR_ATTENTION = "linear_attention"
+
+
+def _check_types(types: Any, num_layers: int, *kinds: str) -> None:
+    """Raise UserError where `layer_types` is no list of `kinds` with an entry for each layer."""
+    fits = isinstance(types, list) and len(types) == num_layers
+    if not fits or any(name not in kinds for name in types):
+        refuse("layer_types", types, f"wanted {num_layers} of {' or '.join(kinds)}")
+
 
 # --- Sliding windows, layer by layer ---
 
@@ -33,7 +41,7 @@ def windows_from_hf(raw: dict, architecture: str, num_layers: int) -> tuple[int 
     family = FAMILIES[architecture]
     if family.chunked:
         return _chunks_from_hf(raw, family, num_layers)
-    window, types = raw.get("sliding_window"), raw.get("layer_types")
+    window = raw.get("sliding_window")
     if family.window_switch and not raw.get("use_sliding_window"):
         window = None
     if window is not None:
@@ -41,21 +49,15 @@ def windows_from_hf(raw: dict, architecture: str, num_layers: int) -> tuple[int 
     if window is not None and not family.sliding_window:
         name = architecture.removesuffix("ForCausalLM")
         refuse("sliding_window", window, f"{name} attends to everything; wanted null")
-    if types is None:
-        types = (
-            [FULL_ATTENTION] * num_layers
-            if window is None
-            else _default_types(raw, family, num_layers)
-        )
-    window_of = {FULL_ATTENTION: None, SLIDING_ATTENTION: window}
-    fits = isinstance(types, list) and len(types) == num_layers
-    if not fits or any(name not in list(window_of) for name in types):
-        refuse(
-            "layer_types", types, f"wanted {num_layers} of {FULL_ATTENTION} or {SLIDING_ATTENTION}"
-        )
+    types = raw.get("layer_types")
+    if types is None and window is None:
+        types = [FULL_ATTENTION] * num_layers
+    elif types is None:
+        types = _default_types(raw, family, num_layers)
+    _check_types(types, num_layers, FULL_ATTENTION, SLIDING_ATTENTION)
     if window is None and SLIDING_ATTENTION in types:
         refuse("layer_types", types, f"{SLIDING_ATTENTION} without a sliding window")
-    windows = tuple(window_of[name] for name in types)
+    windows = tuple(window if name == SLIDING_ATTENTION else None for name in types)
     if not family.mixed_windows and windows != (window,) * num_layers:
         refuse("layer_types", types, f"all layers of {architecture} attend alike")
     return windows
@@ -69,10 +71,11 @@ def _default_types(raw: dict, family: Family, num_layers: int) -> list[str]:
     edge = raw.get(f"_{family.slides_by}", raw[family.slides_by])
     if not is_integer(edge) or (edge < 1 and family.slides_by != "max_window_layers"):
         refuse(family.slides_by, edge, "wanted an integer")
-    return [
-        SLIDING_ATTENTION if family.slides(index, edge) else FULL_ATTENTION
-        for index in range(num_layers)
-    ]
+    types = []
+    for index in range(num_layers):
+        slides = family.slides(index, edge)
+        types.append(SLIDING_ATTENTION if slides else FULL_ATTENTION)
+    return types
 
 
 # --- Chunks, and layers without a rope ---
@@ -99,31 +102,24 @@ def layers_with_rope(raw: dict, family: Family, num_layers: int) -> tuple[bool, 
     if not marks:
         interval = read_integer(raw, "no_rope_layer_interval")
         marks = [int((index + 1) % interval > 0) for index in range(num_layers)]
-    if (
-        not isinstance(marks, list)
-        or len(marks) != num_layers
-        or any(mark not in (0, 1) for mark in marks)
-    ):
+    fits = isinstance(marks, list) and len(marks) == num_layers
+    if not fits or any(mark not in (0, 1) for mark in marks):
         refuse("no_rope_layers", marks, f"wanted {num_layers} of 0 or 1")
     return tuple(bool(mark) for mark in marks)
 
 
 def _chunks_from_hf(raw: dict, family: Family, num_layers: int) -> tuple[int | None, ...]:
-    """The chunk of each layer. Without `layer_types` layers with a rope have one."""
-    chunk, types = raw.get("attention_chunk_size"), raw.get("layer_types")
+    """Read the chunk of each layer. Without `layer_types` layers with a rope have one."""
+    chunk = raw.get("attention_chunk_size")
     if chunk is not None:
         chunk = read_integer(raw, "attention_chunk_size")
+    types = raw.get("layer_types")
     if types is None:
-        roped = layers_with_rope(raw, family, num_layers)
-        types = [_CHUNKED_ATTENTION if on and chunk is not None else FULL_ATTENTION for on in roped]
-    if (
-        not isinstance(types, list)
-        or len(types) != num_layers
-        or any(x not in (FULL_ATTENTION, _CHUNKED_ATTENTION) for x in types)
-    ):
-        refuse(
-            "layer_types", types, f"wanted {num_layers} of {FULL_ATTENTION} or {_CHUNKED_ATTENTION}"
-        )
+        types = [FULL_ATTENTION] * num_layers
+        for index, has_rope in enumerate(layers_with_rope(raw, family, num_layers)):
+            if has_rope and chunk is not None:
+                types[index] = _CHUNKED_ATTENTION
+    _check_types(types, num_layers, FULL_ATTENTION, _CHUNKED_ATTENTION)
     if chunk is None and _CHUNKED_ATTENTION in types:
         refuse("attention_chunk_size", None, f"wanted for layers of {_CHUNKED_ATTENTION}")
     return tuple(chunk if name == _CHUNKED_ATTENTION else None for name in types)
@@ -158,26 +154,18 @@ def recurrent_from_hf(raw: dict, num_layers: int) -> RecurrentConfig | None:
     types = raw.get("layer_types")
     if types is None:
         interval = read_integer(raw, "full_attention_interval")
-        types = [
-            _LINEAR_ATTENTION if (index + 1) % interval else FULL_ATTENTION
-            for index in range(num_layers)
-        ]
-    if (
-        not isinstance(types, list)
-        or len(types) != num_layers
-        or any(x not in (FULL_ATTENTION, _LINEAR_ATTENTION) for x in types)
-    ):
-        refuse(
-            "layer_types", types, f"wanted {num_layers} of {FULL_ATTENTION} or {_LINEAR_ATTENTION}"
-        )
+        types = [_LINEAR_ATTENTION] * num_layers
+        # The last layer of every interval has attention.
+        for index in range(interval - 1, num_layers, interval):
+            types[index] = FULL_ATTENTION
+    _check_types(types, num_layers, FULL_ATTENTION, _LINEAR_ATTENTION)
     layers = tuple(index for index, kind in enumerate(types) if kind == _LINEAR_ATTENTION)
     if len(layers) == num_layers:
         refuse("layer_types", types, f"without {FULL_ATTENTION} there is nothing to cache")
     sizes = {name: read_integer(raw, field) for name, field in _DELTA_FIELDS.items()}
     if sizes["value_heads"] % sizes["key_heads"]:
-        field = _DELTA_FIELDS["value_heads"]
         refuse(
-            field,
+            _DELTA_FIELDS["value_heads"],
             sizes["value_heads"],
             f"wanted a multiple of linear_num_key_heads = {sizes['key_heads']}",
         )

@@ -60,7 +60,7 @@ def _limits(config: KVShape) -> list[tuple[int, str]]:
 
 
 def longest_text(config: KVShape) -> int | None:
-    """The most tokens that a shape's frequencies are for; None: any number."""
+    """Return the most tokens that a shape's frequencies are for; None: any number."""
     return min((limit for limit, _ in _limits(config)), default=None)
 
 
@@ -76,7 +76,7 @@ def check_length(config: KVShape, length: int):
 
 
 def inverse_frequencies(config: KVShape) -> np.ndarray:
-    """Angle per position of each pair, float32 [D/2], a trace-time constant."""
+    """Compute the angle per position of each pair, float32 [D/2], a trace-time constant."""
     rope = config.turning
     if rope is None:
         raise ValueError("a shape without a rope has no frequencies")
@@ -98,9 +98,10 @@ def inverse_frequencies(config: KVShape) -> np.ndarray:
 
 
 def pair_factors(config: KVShape) -> float | Float[np.ndarray, " P"]:
-    """Give the factor of cos and sin of each pair: the rope's factor, or 1 for pairs that never
+    """Return the factor of cos and sin of each pair: the rope's factor, or 1 for pairs that never
     turn."""
-    rope, dim = config.turning, config.head_dim
+    rope = config.turning
+    dim = config.head_dim
     if rope is None:
         return 1.0
     turned = rope.turned_channels(dim)
@@ -120,10 +121,15 @@ def channel_order(head_dim: int, turned: int, pairs: str) -> Int[np.ndarray, " D
     Returns:
         The channels. Those that turn come first in both halves.
     """
-    front, tail = np.arange(turned), np.arange(turned, head_dim)
-    first, second = (front[::2], front[1::2]) if pairs == "neighbours" else np.split(front, 2)
-    tail_halves = np.split(tail, 2)
-    return np.concatenate([first, tail_halves[0], second, tail_halves[1]])
+    front = np.arange(turned)
+    if pairs == "neighbours":
+        first = front[::2]
+        second = front[1::2]
+    else:
+        first, second = np.split(front, 2)
+    # Channels that never turn fill up both halves.
+    first_tail, second_tail = np.split(np.arange(turned, head_dim), 2)
+    return np.concatenate([first, first_tail, second, second_tail])
 
 
 def _order_of(config: KVShape) -> Int[np.ndarray, " D"] | None:
@@ -131,9 +137,8 @@ def _order_of(config: KVShape) -> Int[np.ndarray, " D"] | None:
     orders are equal."""
     if config.pairs == "halves":
         return None
-    return channel_order(
-        config.head_dim, config.ropes[0].turned_channels(config.head_dim), config.pairs
-    )
+    turned = config.ropes[0].turned_channels(config.head_dim)
+    return channel_order(config.head_dim, turned, config.pairs)
 
 
 def in_halves(x: Float[Array, "*B N D"], config: KVShape) -> Float[Array, "*B N D"]:
@@ -170,7 +175,7 @@ def _angles(positions: Int[Array, "*B T"], config: KVShape) -> Float[Array, "*B 
 
 
 def _waves(angles: Float[Array, "*B T P"], factor: Any) -> Waves:
-    """The waves of some angles times a factor, or one for each pair."""
+    """Compute the waves of angles, times a factor or one for each pair."""
     if jnp.ndim(factor):
         factor = jnp.expand_dims(factor, tuple(range(angles.ndim - 1)))
     return Waves(jnp.cos(angles) * factor, jnp.sin(angles) * factor)
@@ -185,14 +190,13 @@ def following(
     takes as long as twenty products."""
     if config.turning is None:
         return lambda positions: positions
-    factor, table = pair_factors(config), _waves(_angles(jnp.arange(size)[None], config), 1.0)
+    factor = pair_factors(config)
+    table = _waves(_angles(jnp.arange(size)[None], config), 1.0)
 
     def waves(positions):
         first = _waves(_angles(positions[:, :1], config), factor)
-        cos, sin = (
-            first.cos * table.cos - first.sin * table.sin,
-            first.sin * table.cos + first.cos * table.sin,
-        )
+        cos = first.cos * table.cos - first.sin * table.sin
+        sin = first.sin * table.cos + first.cos * table.sin
         return Waves(cos, sin)
 
     return waves
@@ -230,10 +234,9 @@ def turned_from_first(x: Float[Array, "*B D S"], config: KVShape) -> Float[Array
     # Numbers of the program. Computed by it, a cosine takes a CPU as long as twenty products.
     angles = np.outer(inverse_frequencies(config).astype(np.float64), np.arange(x.shape[-1]))
     factors = np.broadcast_to(pair_factors(config), len(angles))[:, None]
-    cos, sin = (
-        np.expand_dims((wave * factors).astype(np.float32), tuple(range(x.ndim - 2)))
-        for wave in (np.cos(angles), np.sin(angles))
-    )
+    lead = tuple(range(x.ndim - 2))
+    cos = np.expand_dims((np.cos(angles) * factors).astype(np.float32), lead)
+    sin = np.expand_dims((np.sin(angles) * factors).astype(np.float32), lead)
     first, second = jnp.split(x, 2, axis=-2)
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], -2)
 
@@ -241,23 +244,25 @@ def turned_from_first(x: Float[Array, "*B D S"], config: KVShape) -> Float[Array
 def positions_of_layer(
     positions: Int[Array, "B T"], config: KVShape, index: Int[Array, ""] | int | None
 ) -> Int[Array, "B T"] | Waves:
-    """Give what `rotate` takes as positions in layer `index`. Where all layers have one rope it is
-    the positions themselves, else the waves of the layer's rope: a loop over stacked layers knows
-    `index` as data alone, and cannot choose a rope by it at trace time."""
+    """Return the argument that `rotate` takes as positions in layer `index`. Where all layers have
+    one rope it is the positions themselves, else the waves of the layer's rope: a loop over stacked
+    layers knows `index` as data alone, and cannot choose a rope by it at trace time."""
     if not isinstance(config.rope, tuple):
         return positions
     if index is None:
         raise ValueError("layers have ropes of their own; say which layer this is")
-    layers = [config.layer(number) for number in range(config.num_layers)]
     zeros = np.zeros(config.head_dim // 2, np.float32)  # of a layer without a rope: no pair turns
-    freq = np.stack(
-        [zeros if layer.rope is None else inverse_frequencies(layer) for layer in layers]
-    )
-    factor = np.stack(
-        [np.broadcast_to(pair_factors(layer), zeros.shape) for layer in layers]
-    ).astype(np.float32)
-    angles = jnp.einsum("bt,p->btp", positions.astype(jnp.float32), jnp.asarray(freq)[index])
-    return _waves(angles, jnp.asarray(factor)[index])
+    frequencies = []
+    factors = []
+    for number in range(config.num_layers):
+        layer = config.layer(number)
+        frequencies.append(zeros if layer.rope is None else inverse_frequencies(layer))
+        factors.append(np.broadcast_to(pair_factors(layer), zeros.shape))
+    float_positions = positions.astype(jnp.float32)
+    freq = jnp.asarray(np.stack(frequencies))[index]
+    angles = jnp.einsum("bt,p->btp", float_positions, freq)
+    factor = jnp.asarray(np.stack(factors).astype(np.float32))[index]
+    return _waves(angles, factor)
 
 
 def _turned(x: Float[Array, "*B T N D"], waves: Waves) -> Float[Array, "*B T N D"]:
@@ -266,6 +271,5 @@ def _turned(x: Float[Array, "*B T N D"], waves: Waves) -> Float[Array, "*B T N D
     # Halves, not pairs of halves on an axis of their own: slower on CPUs, and by XLA's estimates on
     # TPUs.
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate(
-        [first * cos - second * sin, second * cos + first * sin], axis=-1
-    ).astype(x.dtype)
+    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return turned.astype(x.dtype)

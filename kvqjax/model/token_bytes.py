@@ -31,63 +31,71 @@ KEPT_TEXT = {
 
 @functools.cache
 def _bytes_by_character() -> dict[str, int]:
-    """The byte that each character of byte-level BPE stands for: printable bytes themselves, then
-    256 and on."""
+    """Return the byte that each character of byte-level BPE stands for. Printable bytes stand for
+    themselves, the others are the characters from 256 on."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
-    pairs = {chr(256 + number): byte for number, byte in enumerate(others)}
-    return pairs | {chr(byte): byte for byte in printable}
+    table = {chr(256 + number): byte for number, byte in enumerate(others)}
+    for byte in printable:
+        table[chr(byte)] = byte
+    return table
 
 
 def _backend(tokenizer: Any) -> Any:
-    """The object of the `tokenizers` library; None for a tokenizer in Python."""
+    """Return the object of the `tokenizers` library; None for a tokenizer in Python."""
     return getattr(tokenizer, "backend_tokenizer", None)
 
 
 class TokenBytes:
-    """The bytes of a tokenizer's tokens. Each is found out once."""
+    """The bytes of a tokenizer's tokens. Each token is decoded once."""
 
     def __init__(self, tokenizer: Any):
-        self._tokenizer, self._backend = tokenizer, _backend(tokenizer)
+        self._tokenizer = tokenizer
+        self._backend = _backend(tokenizer)
         self._kept: dict[int, bytes] = {}
         self._anchor = self._letter()
         self._before = self._decoded(self._anchor)
 
     def within(self, token: int) -> bytes:
-        """What a token adds to a text that has begun. A special token has its name's bytes; b"" is
-        an id without an entry."""
+        """Return the bytes that a token adds to a text that has begun. A special token has the
+        bytes of its name. An id without an entry has none."""
         if token not in self._kept:
             self._kept[token] = self._read(token)
         return self._kept[token]
 
     def at_start(self, token: int) -> bytes:
-        """What a token is as a text's first one: some decoders leave out its blank."""
+        """Return the bytes of a text's first token: some decoders leave out its blank."""
         raw = self.within(token)
-        alone = self._decoded([token]).encode() if raw[:1] == b" " else raw
-        return raw[1:] if alone == raw[1:] else raw
+        if not raw.startswith(b" "):
+            return raw
+        alone = self._decoded([token]).encode()
+        return alone if alone == raw[1:] else raw
 
     def spelling(self, token: int) -> str:
-        """How the vocabulary writes a token, such as "▁the"; "" for an id without an entry."""
+        """Return the token as the vocabulary writes it, such as "▁the"; "" for an id without an
+        entry."""
         if self._backend is not None:
             return self._backend.id_to_token(token) or ""
         return self._tokenizer.convert_ids_to_tokens([token])[0] or ""
 
     def _letter(self) -> list[int]:
-        """A token that is a letter, or else a word, before which nothing is changed; none where
-        there is no such token."""
+        """Find a token that is a letter, or else a word, before which nothing is changed. Return no
+        token where there is none."""
         for letter in LETTERS:
             ids = encoded(self._tokenizer, letter, False)[-1:]
             if ids and self._reads(ids[0], letter):
                 return ids
         by_id = sorted(self._tokenizer.get_vocab().items(), key=lambda entry: entry[1])
-        words = ((token, word) for word, token in by_id if word.isascii() and word.isalnum())
-        return next(([token] for token, word in words if self._reads(token, word)), [])
+        for word, token in by_id:
+            if word.isascii() and word.isalnum() and self._reads(token, word):
+                return [token]
+        return []
 
     def _reads(self, token: int, text: str) -> bool:
-        """Whether a token is a text, and no byte of it."""
-        return self._decoded([token]).strip() == text and not BYTE_TOKEN.fullmatch(
-            self.spelling(token)
-        )
+        """Say whether a token is a text, and not one byte of it."""
+        if BYTE_TOKEN.fullmatch(self.spelling(token)):
+            return False
+        return self._decoded([token]).strip() == text
 
     def _decoded(self, ids: list[int]) -> str:
         options = {"clean_up_tokenization_spaces": False, "spaces_between_special_tokens": False}
@@ -98,19 +106,20 @@ class TokenBytes:
         if not spelling:
             return b""
         text = self._decoded([*self._anchor, token])
-        text = (
-            text[len(self._before) :] if text.startswith(self._before) else self._decoded([token])
-        )
+        if text.startswith(self._before):
+            text = text[len(self._before) :]
+        else:
+            # The decoder changed the letter as well: the token must be decoded alone.
+            text = self._decoded([token])
         if BROKEN not in text:
             return text.encode()
-        if byte := BYTE_TOKEN.fullmatch(spelling):
-            return bytes([int(byte[1], 16)])
+        byte_token = BYTE_TOKEN.fullmatch(spelling)
+        if byte_token:
+            return bytes([int(byte_token[1], 16)])
         table = _bytes_by_character()
-        return (
-            bytes(table[c] for c in spelling)
-            if all(c in table for c in spelling)
-            else text.encode()
-        )
+        if all(character in table for character in spelling):
+            return bytes(table[character] for character in spelling)
+        return text.encode()
 
 
 @functools.lru_cache(maxsize=8)
@@ -119,7 +128,7 @@ def _table(tokenizer: Any, size: int) -> TokenBytes:
 
 
 def token_bytes(tokenizer: Any) -> TokenBytes:
-    """The table of a tokenizer, which is kept until tokens are added to it."""
+    """Return the table of a tokenizer, which is kept until tokens are added to it."""
     return _table(tokenizer, len(tokenizer))
 
 
@@ -127,20 +136,23 @@ def token_bytes(tokenizer: Any) -> TokenBytes:
 
 
 def _state(part: Any) -> dict[str, Any] | None:
-    """A part of a tokenizer as tokenizer.json has it."""
+    """Return a part of a tokenizer as tokenizer.json has it."""
     return None if part is None else json.loads(part.__getstate__())
 
 
 def _shrinking(normalizer: dict[str, Any] | None) -> int | None:
-    """How many times fewer bytes a text may have after a normalizer; None: there is no limit, or
-    none is known."""
-    kind = None if normalizer is None else normalizer["type"]
-    if normalizer is None or kind in ("Prepend", "ByteLevel"):
+    """Return how many times fewer bytes a text may have after a normalizer. None: there is no
+    limit, or none is known."""
+    if normalizer is None:
+        return 1
+    kind = normalizer["type"]
+    if kind in ("Prepend", "ByteLevel"):
         return 1
     if kind in ("NFC", "NFD"):
         return COMPOSED
     if kind == "Replace" and "String" in normalizer["pattern"]:
-        old, new = normalizer["pattern"]["String"], normalizer["content"]
+        old = normalizer["pattern"]["String"]
+        new = normalizer["content"]
         return 1 if len(new.encode()) >= len(old.encode()) else None
     if kind == "Sequence":
         factor = 1
@@ -154,7 +166,7 @@ def _shrinking(normalizer: dict[str, Any] | None) -> int | None:
 
 
 def _keeps_all(pre_tokenizer: dict[str, Any] | None) -> bool:
-    """Whether splitting leaves out nothing of a text."""
+    """Say whether splitting leaves out nothing of a text."""
     if pre_tokenizer is None or pre_tokenizer["type"] in KEPT_TEXT:
         return True
     if pre_tokenizer["type"] == "Sequence":
@@ -164,33 +176,41 @@ def _keeps_all(pre_tokenizer: dict[str, Any] | None) -> bool:
 
 @functools.lru_cache(maxsize=8)
 def _most_bytes(tokenizer: Any, size: int) -> int | None:
-    """How many bytes of a text a token stands for at most. None where a token may swallow any
-    number of them: an unknown word, blanks beside a token that strips them, and what a normalizer
-    takes away."""
+    """Return how many bytes of a text a token stands for at most. None where a token may swallow
+    any number of them: an unknown word, blanks beside a token that strips them, and what a
+    normalizer takes away."""
     backend = _backend(tokenizer)
     if backend is None or type(backend.model).__name__ != "BPE":
         return None
-    model, added = backend.model, backend.get_added_tokens_decoder().values()
-    normalizer, pre_tokenizer = _state(backend.normalizer), _state(backend.pre_tokenizer)
-    factor = _shrinking(normalizer)
-    affixes = model.continuing_subword_prefix or model.end_of_word_suffix
-    if (
-        factor is None
-        or affixes
-        or not _keeps_all(pre_tokenizer)
-        or any(t.lstrip or t.rstrip for t in added)
-    ):
+    model = backend.model
+    if model.continuing_subword_prefix or model.end_of_word_suffix:
         return None
+    added = list(backend.get_added_tokens_decoder().values())
+    if any(token.lstrip or token.rstrip for token in added):
+        return None
+    normalizer = _state(backend.normalizer)
+    pre_tokenizer = _state(backend.pre_tokenizer)
+    factor = _shrinking(normalizer)
+    if factor is None or not _keeps_all(pre_tokenizer):
+        return None
+    # With a token for every byte no word is unknown.
     vocabulary = backend.get_vocab(with_added_tokens=False)
     byte_level = '"ByteLevel"' in json.dumps([normalizer, pre_tokenizer])
-    every_byte = _bytes_by_character() if byte_level else [f"<0x{byte:02X}>" for byte in range(256)]
-    if not all(token in vocabulary for token in every_byte) or not (
-        byte_level or model.byte_fallback
-    ):
+    if byte_level:
+        byte_tokens = list(_bytes_by_character())
+    elif model.byte_fallback:
+        byte_tokens = [f"<0x{byte:02X}>" for byte in range(256)]
+    else:
         return None
-    names = [len(token.content.encode()) for token in added]
-    lengths = map(len, vocabulary) if byte_level else (len(token.encode()) for token in vocabulary)
-    return factor * max([*names, *lengths])
+    if not all(token in vocabulary for token in byte_tokens):
+        return None
+    longest = 0
+    for token in vocabulary:
+        # In byte-level BPE a character is a byte.
+        longest = max(longest, len(token) if byte_level else len(token.encode()))
+    for token in added:
+        longest = max(longest, len(token.content.encode()))
+    return factor * longest
 
 
 def least_tokens(tokenizer: Any, size: int) -> int:

@@ -26,6 +26,7 @@ would copy all experts of the layer.
 
 import functools
 import math
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -115,12 +116,11 @@ class LayerMatrices(struct.PyTreeNode):
     matrices: tuple[Leaf, ...]
 
     def chosen(self, number: Int[Array, ""] | int, use: Callable, *operands):
-        """Give `use(matrix, *operands)` for the matrix of this number."""
+        """Return `use(matrix, *operands)` for the matrix of this number."""
         if not isinstance(number, jax.core.Tracer):
             return use(self.matrices[int(number)], *operands)
-        return jax.lax.switch(
-            number, [functools.partial(use, matrix) for matrix in self.matrices], *operands
-        )
+        branches = [functools.partial(use, matrix) for matrix in self.matrices]
+        return jax.lax.switch(number, branches, *operands)
 
 
 class Row(struct.PyTreeNode):
@@ -173,11 +173,12 @@ class Rows(struct.PyTreeNode):
     layers: tuple[int, ...] = struct.field(pytree_node=False)
 
     def row(self, layer: Int[Array, ""] | int) -> Row | None:
-        """Give the row of a layer. None where the layer has none and its number is known, not
+        """Return the row of a layer. None where the layer has none and its number is known, not
         traced."""
         if not isinstance(layer, jax.core.Tracer):
-            is_there = int(layer) in self.layers
-            return Row(self.stack, self.layers.index(int(layer)), True) if is_there else None
+            if int(layer) not in self.layers:
+                return None
+            return Row(self.stack, self.layers.index(int(layer)), True)
         # Tables over all layers up to the last one with a row: its row's number, and whether it has
         # one.
         all_layers = np.arange(self.layers[-1] + 1)
@@ -190,7 +191,7 @@ class Rows(struct.PyTreeNode):
 
 
 def read_weight(weight: Row | Leaf) -> Leaf:
-    """Give a layer's weight in the compute dtype. A `Row` is cut out, codes are decoded."""
+    """Return a layer's weight in the compute dtype. A `Row` is cut out, codes are decoded."""
     return weight.read() if isinstance(weight, Row) else _decoded(weight)
 
 
@@ -201,10 +202,13 @@ def product(x: Float[Array, "*N I"], weight: Row | Leaf) -> Float[Array, "*N O"]
         x: the rows.
         weight: the matrix [I, O], its codes, or a `Row`.
     """
+
+    def times(matrix, x):
+        return times_matrix(x, _decoded(matrix))
+
     if isinstance(weight, Row) and isinstance(weight.stack, LayerMatrices):
-        return weight.stack.chosen(
-            weight.number, lambda matrix, x: times_matrix(x, _decoded(matrix)), x
-        )
+        # Each branch has the whole product, so that no matrix is copied out.
+        return weight.stack.chosen(weight.number, times, x)
     return times_matrix(x, read_weight(weight))
 
 
@@ -215,7 +219,6 @@ FORMS = ("scan", "switch", "unroll")
 # out of a stack costs little, and stacks compile faster. It is an estimate from the size of these
 # caches (2 MiB), not measured.
 LARGE_LAYER = 2**20
-
 
 ACTIVATIONS = {"silu": jax.nn.silu, "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True)}
 
@@ -236,17 +239,15 @@ def is_unrolled(params: Params) -> bool:
 
 
 def stack_of(leaf: Leaf) -> Leaf:
-    """Give the stack of a parameter, whether all layers have a row of it or some (`Rows`)."""
+    """Return the stack of a parameter, whether all layers have a row of it or some (`Rows`)."""
     return leaf.stack if isinstance(leaf, Rows) else leaf
 
 
 def layers_of(params: Params, kind: str) -> tuple[int, ...]:
     """List the layers of a kind ("attention", "recurrent"), by their numbers among all layers."""
     # A parameter that all layers of the kind have, and no others.
-    first, layers = (
-        KINDS[kind][0],
-        params["layers"],
-    )
+    first = KINDS[kind][0]
+    layers = params["layers"]
     if is_unrolled(params):
         return tuple(index for index, weights in enumerate(layers) if first in weights)
     if first not in layers:
@@ -302,23 +303,24 @@ def unrolled(params: Params) -> Params:
 
 def _row_count(stack: Leaf) -> int:
     """Count the rows of a stack."""
-    return (
-        len(stack.matrices)
-        if isinstance(stack, LayerMatrices)
-        else jax.tree.leaves(stack)[0].shape[0]
-    )
+    if isinstance(stack, LayerMatrices):
+        return len(stack.matrices)
+    return jax.tree.leaves(stack)[0].shape[0]
 
 
 def _rows_of(stack: Leaf) -> tuple[Leaf, ...]:
     """Take a stack apart."""
     if isinstance(stack, LayerMatrices):
         return stack.matrices
-    return tuple(jax.tree.map(lambda a, row=row: a[row], stack) for row in range(_row_count(stack)))
+    numbers = range(_row_count(stack))
+    return tuple(jax.tree.map(operator.itemgetter(number), stack) for number in numbers)
 
 
 def _on_stacks(change: Callable, leaf: Leaf) -> Leaf:
     """Replace the stack of a parameter by `change(stack)`."""
-    return leaf.replace(stack=change(leaf.stack)) if isinstance(leaf, Rows) else change(leaf)
+    if isinstance(leaf, Rows):
+        return leaf.replace(stack=change(leaf.stack))
+    return change(leaf)
 
 
 def switched(params: Params) -> Params:
@@ -335,11 +337,10 @@ def switched(params: Params) -> Params:
         return LayerMatrices(_rows_of(stack))
 
     layers = stacked(params)["layers"] if is_unrolled(params) else params["layers"]
-    return params | {
-        "layers": {
-            name: _on_stacks(by_layer, x) if name in CHOSEN else x for name, x in layers.items()
-        }
-    }
+    changed = {}
+    for name, leaf in layers.items():
+        changed[name] = _on_stacks(by_layer, leaf) if name in CHOSEN else leaf
+    return params | {"layers": changed}
 
 
 def stacked(params: Params) -> Params:
@@ -351,16 +352,19 @@ def stacked(params: Params) -> Params:
     Returns:
         The same weights with one stack for each name.
     """
+
+    def joined(stack: Leaf) -> Leaf:
+        return _joined(stack.matrices) if isinstance(stack, LayerMatrices) else stack
+
+    layers = params["layers"]
+    stacks = {}
     if not is_unrolled(params):
-
-        def joined(stack: Leaf) -> Leaf:
-            return _joined(stack.matrices) if isinstance(stack, LayerMatrices) else stack
-
-        return params | {
-            "layers": {name: _on_stacks(joined, x) for name, x in params["layers"].items()}
-        }
-    layers, stacks = params["layers"], {}
-    names = dict.fromkeys(name for weights in layers for name in weights)
+        for name, leaf in layers.items():
+            stacks[name] = _on_stacks(joined, leaf)
+        return params | {"layers": stacks}
+    names: dict[str, None] = {}  # of any layer, in order
+    for weights in layers:
+        names |= dict.fromkeys(weights)
     for name in names:
         numbers = tuple(index for index, weights in enumerate(layers) if name in weights)
         stack = _joined([layers[index][name] for index in numbers])
@@ -372,7 +376,7 @@ def stacked(params: Params) -> Params:
 
 
 def _joined(rows: Sequence[Leaf]) -> Leaf:
-    """Stack rows."""
+    """Stack rows of arrays, or of codes."""
     return jax.tree.map(lambda *arrays: jnp.stack(arrays), *rows)
 
 
@@ -393,7 +397,8 @@ def init_params(key: Array, config: ModelConfig, dtype=jnp.float32) -> Params:
     Returns:
         The weights, with the layers as stacks.
     """
-    c, count = config, config.depth
+    c = config
+    count = config.depth
     shapes = (
         _attention_shapes(config)
         | _mlp_shapes("", c.width, c.mlp_width)
@@ -405,7 +410,9 @@ def init_params(key: Array, config: ModelConfig, dtype=jnp.float32) -> Params:
 
     def draw(name: str, shape: tuple[int, ...], rows: int):
         stack = jax.random.normal(keys[name], (rows, *shape), dtype) * shape[-2] ** -0.5
-        return stack * (2 * count) ** -0.5 if name.endswith(("o", "down")) else stack
+        if name.endswith(("o", "down")):
+            stack = stack * (2 * count) ** -0.5
+        return stack
 
     # Parameter -> the layers that have it, for parameters of one kind of layer.
     kinds = dict.fromkeys(KINDS["attention"], c.attention_layers)
@@ -418,11 +425,12 @@ def init_params(key: Array, config: ModelConfig, dtype=jnp.float32) -> Params:
             return c.sparse_layers
         return kinds.get(name, c.dense_layers)
 
-    def of_kind(name: str, make: Callable):
-        """Make the stack of a vector, make(rows), for the layers of its kind, or for all if it
-        belongs to no kind."""
+    def of_kind(name: str, fill: Callable, size: tuple[int, ...]):
+        """Make the stack of a vector for the layers of its kind, or for all if it belongs to no
+        kind."""
         numbers = kinds.get(name, tuple(range(count)))
-        return make(len(numbers)) if len(numbers) == count else Rows(make(len(numbers)), numbers)
+        stack = fill((len(numbers), *size), dtype=dtype)
+        return stack if len(numbers) == count else Rows(stack, numbers)
 
     layers = {}
     for name, shape in shapes.items():
@@ -438,20 +446,27 @@ def init_params(key: Array, config: ModelConfig, dtype=jnp.float32) -> Params:
         norms |= {"q_norm": c.head_dim, "k_norm": c.head_dim}
     if c.post_norms:
         norms |= {"attn_post_norm": c.width, "mlp_post_norm": c.width}
-    ones, zeros = functools.partial(jnp.full, fill_value=1 - c.norm_offset), jnp.zeros
-    vectors = {name: (ones, (size,)) for name, size in norms.items()}
-    vectors |= {name: (zeros, (size,)) for name, size in _bias_sizes(c).items()} | _delta_vectors(c)
-    layers |= {
-        name: of_kind(name, lambda rows, fill=fill, size=size: fill((rows, *size), dtype=dtype))
-        for name, (fill, size) in vectors.items()
-    }
+    # Name -> the function that fills the vector, and its shape.
+    vectors: dict[str, tuple[Callable, tuple[int, ...]]] = {}
+    unit_gain = functools.partial(jnp.full, fill_value=1 - c.norm_offset)
+    for name, size in norms.items():
+        vectors[name] = (unit_gain, (size,))
+    for name, size in _bias_sizes(c).items():
+        vectors[name] = (jnp.zeros, (size,))
+    vectors |= _delta_vectors(c)
+    for name, (fill, size) in vectors.items():
+        layers[name] = of_kind(name, fill, size)
     if c.experts is not None and c.experts.biases:
-        x, rows = c.experts, len(c.sparse_layers)
-        sizes = {"router_bias": (x.count,), "experts_gate_bias": (x.count, x.width)}
-        sizes |= {"experts_up_bias": (x.count, x.width), "experts_down_bias": (x.count, c.width)}
-        layers |= {
-            n: Rows(jnp.zeros((rows, *shape), dtype), c.sparse_layers) for n, shape in sizes.items()
+        experts = c.experts
+        biases = {
+            "router_bias": (experts.count,),
+            "experts_gate_bias": (experts.count, experts.width),
+            "experts_up_bias": (experts.count, experts.width),
+            "experts_down_bias": (experts.count, c.width),
         }
+        for name, shape in biases.items():
+            stack = jnp.zeros((len(c.sparse_layers), *shape), dtype)
+            layers[name] = Rows(stack, c.sparse_layers)
     embedding = jax.random.normal(keys["embed"], (c.vocab_size, c.width), dtype) * 0.02
     params = {
         "embed": embedding,
@@ -465,8 +480,9 @@ def init_params(key: Array, config: ModelConfig, dtype=jnp.float32) -> Params:
 
 
 def _attention_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Give the shapes of the matrices of a layer of attention."""
-    c, sizes = config, config.latent_heads
+    """Return the shapes of the matrices of a layer of attention."""
+    c = config
+    sizes = config.latent_heads
     if sizes is not None and c.latent is not None:
         turned = c.head_dim - c.latent
         return {
@@ -478,19 +494,21 @@ def _attention_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
             "v_up": (c.latent, c.num_heads * sizes.value_dim),
             "o": (c.num_heads * sizes.value_dim, c.width),
         }
-    outwards, inwards = (c.width, c.query_width), (c.width, c.kv_width)
     shapes: dict[str, tuple[int, ...]] = {
-        "q": outwards,
-        "k": inwards,
-        "v": inwards,
-        "o": outwards[::-1],
+        "q": (c.width, c.query_width),
+        "k": (c.width, c.kv_width),
+        "v": (c.width, c.kv_width),
+        "o": (c.query_width, c.width),
     }
-    return shapes | ({"q_gate": outwards} if c.output_gate else {})
+    if c.output_gate:
+        shapes["q_gate"] = (c.width, c.query_width)
+    return shapes
 
 
 def _bias_sizes(config: ModelConfig) -> dict[str, int]:
-    """Give the sizes of the vectors of a layer of attention that are no norms."""
-    c, sizes = config, {}
+    """Return the sizes of the vectors of a layer of attention that are no norms."""
+    c = config
+    sizes = {}
     if c.qkv_bias:
         sizes |= {"q_bias": c.query_width, "k_bias": c.kv_width, "v_bias": c.kv_width}
     if c.output_bias:
@@ -501,40 +519,46 @@ def _bias_sizes(config: ModelConfig) -> dict[str, int]:
 
 
 def _delta_matrices(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Give the shapes of the matrices of a recurrent layer."""
+    """Return the shapes of the matrices of a recurrent layer."""
     c = config.recurrent
     if c is None:
         return {}
-    shapes: dict[str, tuple[int, ...]] = {
-        f"delta_{name}": (config.width, size)
-        for name, size in (c.widths | {"z": c.widths["v"]}).items()
-    }
-    shapes |= {f"delta_{name}": (config.width, c.value_heads) for name in "ab"}
-    return shapes | {"delta_o": (c.widths["v"], config.width)}
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name, size in c.widths.items():
+        shapes[f"delta_{name}"] = (config.width, size)
+    shapes["delta_z"] = (config.width, c.widths["v"])
+    shapes["delta_a"] = (config.width, c.value_heads)
+    shapes["delta_b"] = (config.width, c.value_heads)
+    shapes["delta_o"] = (c.widths["v"], config.width)
+    return shapes
 
 
 def _delta_vectors(config: ModelConfig) -> dict[str, tuple[Callable, tuple[int, ...]]]:
-    """Give, for every other parameter of a recurrent layer, the function that fills it, and its
+    """Return, for every other parameter of a recurrent layer, the function that fills it, and its
     shape. A convolution begins as a mean over its tokens."""
     c = config.recurrent
     if c is None:
         return {}
     mean = functools.partial(jnp.full, fill_value=1 / c.kernel)
-    sizes: dict[str, tuple[Callable, tuple[int, ...]]] = {
-        f"delta_conv_{name}": (mean, (size, c.kernel)) for name, size in c.widths.items()
-    }
-    sizes |= {f"delta_{name}": (jnp.zeros, (c.value_heads,)) for name in ("rate", "bias")}
-    return sizes | {"delta_norm": (jnp.ones, (c.value_dim,))}
+    vectors: dict[str, tuple[Callable, tuple[int, ...]]] = {}
+    for name, size in c.widths.items():
+        vectors[f"delta_conv_{name}"] = (mean, (size, c.kernel))
+    vectors["delta_rate"] = (jnp.zeros, (c.value_heads,))
+    vectors["delta_bias"] = (jnp.zeros, (c.value_heads,))
+    vectors["delta_norm"] = (jnp.ones, (c.value_dim,))
+    return vectors
 
 
 def _mlp_shapes(prefix: str, width: int, inner: int, *lead: int) -> dict[str, tuple[int, ...]]:
-    inward, outward = (*lead, width, inner), (*lead, inner, width)
+    inward = (*lead, width, inner)
+    outward = (*lead, inner, width)
     return {f"{prefix}gate": inward, f"{prefix}up": inward, f"{prefix}down": outward}
 
 
 def _expert_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Give the shapes of the matrices that a layer with experts has in place of an MLP."""
-    width, experts = config.width, config.experts
+    """Return the shapes of the matrices that a layer with experts has in place of an MLP."""
+    width = config.width
+    experts = config.experts
     if experts is None:
         return {}
     shapes = {"router": (width, experts.count)}
@@ -560,7 +584,7 @@ TALL = ((16, 128), (2, 1))  # tiles of 16 x 128 numbers, two rows to a 32-bit wo
 
 
 def tiles_of(name: str, x, place: Sharding) -> Sharding | Format:
-    """Give the placement of a parameter, with its tiles.
+    """Return the placement of a parameter, with its tiles.
 
     Args:
         name: the name of the parameter ("head", "layers/q").

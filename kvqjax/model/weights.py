@@ -97,16 +97,10 @@ _LANGUAGE = {
     "language_model.lm_head.": "lm_head.",
     "model.language_model.": "model.",
 }
-_VISION = tuple(
-    front + part
-    for front in ("", "model.")
-    for part in ("vision_tower.", "vision_model.", "visual.", "multi_modal_projector.")
-)
+_VISION_PARTS = ("vision_tower.", "vision_model.", "visual.", "multi_modal_projector.")
+_VISION = (*_VISION_PARTS, *(f"model.{part}" for part in _VISION_PARTS))
 # Matrices whose products RoPE rotates.
-_TURNED = (
-    "self_attn.q_proj.weight",
-    "self_attn.k_proj.weight",
-)
+_TURNED = ("self_attn.q_proj.weight", "self_attn.k_proj.weight")
 _CONVOLUTION = "linear_attn.conv1d.weight"  # [channels, 1, tokens]
 _DRAFTING = "mtp."  # prefix of layers that draft tokens, which are not computed here
 _WRAPPERS = ("module.", "_orig_mod.")  # prefixes by data-parallel training and by torch.compile
@@ -128,10 +122,11 @@ _ROUTER = re.compile(r"(model\.layers\.\d+\.)mlp\.gate\.weight")
 
 
 def _hf_name(config: ModelConfig, name: str) -> str:
-    """Give the name of a parameter in checkpoints of the model's family."""
+    """Return the name of a parameter in checkpoints of the model's family."""
     family = FAMILIES.get(config.architecture)
-    own_names = {} if family is None else family.tensor_names
-    return own_names[name] if name in own_names else _NAMES[name]
+    if family is not None and name in family.tensor_names:
+        return family.tensor_names[name]
+    return _NAMES[name]
 
 
 class Parameter(NamedTuple):
@@ -168,12 +163,13 @@ def parameters(config: ModelConfig) -> list[Parameter]:
     (`init_params`)."""
     tree = jax.eval_shape(lambda: init_params(jax.random.key(0), config))
     layers = tree.pop("layers")
-    outside_layers = [
-        Parameter(name, None, leaf.shape, ((_hf_name(config, name),),), name in MATRICES, False)
-        for name, leaf in tree.items()
-    ]
-    of_layers = [_layer_parameter(config, f"layers/{name}", leaf) for name, leaf in layers.items()]
-    return outside_layers + of_layers
+    described = []
+    for name, leaf in tree.items():
+        tensors = ((_hf_name(config, name),),)
+        described.append(Parameter(name, None, leaf.shape, tensors, name in MATRICES, False))
+    for name, leaf in layers.items():
+        described.append(_layer_parameter(config, f"layers/{name}", leaf))
+    return described
 
 
 def _layer_parameter(config: ModelConfig, name: str, leaf: Any) -> Parameter:
@@ -183,13 +179,14 @@ def _layer_parameter(config: ModelConfig, name: str, leaf: Any) -> Parameter:
     numbers = leaf.layers if rows else tuple(range(shape[0]))
     hf_name = _hf_name(config, name)
     experts = range(shape[1] if "{}" in hf_name else 1)
-    tensors = tuple(
-        tuple(f"model.layers.{index}.{hf_name.format(expert)}" for expert in experts)
-        for index in numbers
-    )
+    names = [hf_name.format(expert) for expert in experts]
+    tensors = []
+    for index in numbers:
+        tensors.append(tuple(f"model.layers.{index}.{tensor_name}" for tensor_name in names))
     family = FAMILIES.get(config.architecture)
-    picked = rows_of(config, name, family is not None and family.packed_recurrence)
-    return Parameter(name, numbers, shape[1:], tensors, name in MATRICES, rows, picked)
+    is_packed = family is not None and family.packed_recurrence
+    picked = rows_of(config, name, is_packed)
+    return Parameter(name, numbers, shape[1:], tuple(tensors), name in MATRICES, rows, picked)
 
 
 # --- A checkpoint's tensors under the names that transformers gives a language model alone ---
@@ -228,17 +225,18 @@ def _named_alike(
     if family is not None and family.paired_rope:
         # These families rotate channels 2i and 2i + 1, this library channels i and i + D/2. Rows of
         # the matrices are read in another order, so that both are the same.
-        checkpoint = {
-            name: dataclasses.replace(
-                tensor, order=_pairs(config) if name.endswith(_TURNED) else None
-            )
-            for name, tensor in checkpoint.items()
-        }
-    return checkpoint if config.experts is None else _experts_apart(checkpoint, config)
+        tensors = {}
+        for name, tensor in checkpoint.items():
+            order = _pairs(config) if name.endswith(_TURNED) else None
+            tensors[name] = dataclasses.replace(tensor, order=order)
+        checkpoint = tensors
+    if config.experts is not None:
+        checkpoint = _experts_apart(checkpoint, config)
+    return checkpoint
 
 
 def _pairs(config: ModelConfig) -> Order:
-    """Give the order of rows in tensors whose rotary pairs lie side by side."""
+    """Return the order of rows in tensors whose rotary pairs lie side by side."""
     return Order(2, config.head_dim // 2)
 
 
@@ -246,19 +244,20 @@ def _without_wrappers(checkpoint: Checkpoint) -> Checkpoint:
     """Remove prefixes that wrappers of PyTorch put in front of all names."""
     for front in _WRAPPERS:
         if checkpoint and all(name.startswith(front) for name in checkpoint):
-            checkpoint = {name.removeprefix(front): t for name, t in checkpoint.items()}
+            checkpoint = {name.removeprefix(front): tensor for name, tensor in checkpoint.items()}
     # A decoder that was saved alone lacks the "model." of its names.
     if "embed_tokens.weight" in checkpoint:
-        inner = ("embed_tokens.", "layers.", "norm.")
-        return {
-            f"model.{name}" if name.startswith(inner) else name: tensor
-            for name, tensor in checkpoint.items()
-        }
+        tensors = {}
+        for name, tensor in checkpoint.items():
+            if name.startswith(("embed_tokens.", "layers.", "norm.")):
+                name = f"model.{name}"
+            tensors[name] = tensor
+        return tensors
     return checkpoint
 
 
 def _language_part(checkpoint: Checkpoint, folder: Path, text_only: bool) -> Checkpoint:
-    """Give the tensors of the language model. With `text_only` those of a vision part are left out;
+    """Return the tensors of the language model. With `text_only` those of a vision part are left out;
     without it they raise UserError."""
     vision = sorted(name for name in checkpoint if name.startswith(_VISION))
     if vision and len(vision) == len(checkpoint):
@@ -275,9 +274,10 @@ def _language_part(checkpoint: Checkpoint, folder: Path, text_only: bool) -> Che
     for name, tensor in checkpoint.items():
         if name.startswith(_VISION):
             continue
-        front = next((front for front in _LANGUAGE if name.startswith(front)), None)
-        if front is not None:
-            name = _LANGUAGE[front] + name.removeprefix(front)
+        for front, front_alone in _LANGUAGE.items():
+            if name.startswith(front):
+                name = front_alone + name.removeprefix(front)
+                break
         tensors[name] = tensor
     return tensors
 
@@ -286,7 +286,8 @@ def _experts_apart(checkpoint: Checkpoint, config: ModelConfig) -> Checkpoint:
     """Replace fused tensors of experts by the single matrices that they hold."""
     tensors = {}
     for name, tensor in checkpoint.items():
-        fused, router = _FUSED_NAME.fullmatch(name), _ROUTER.fullmatch(name)
+        fused = _FUSED_NAME.fullmatch(name)
+        router = _ROUTER.fullmatch(name)
         if fused:
             layer, place, kind, part = fused.groups()
             inward = _lies_inward(checkpoint.get(layer + place), config, kind)
@@ -301,7 +302,8 @@ def _experts_apart(checkpoint: Checkpoint, config: ModelConfig) -> Checkpoint:
 def _lies_inward(tensor: Tensor | None, config: ModelConfig, fused: str) -> bool:
     """Say whether the matrices in a fused tensor of experts are [inputs, outputs]. Else they are
     [outputs, inputs]."""
-    fields, experts = FAMILIES[config.architecture].experts, config.experts
+    fields = FAMILIES[config.architecture].experts
+    experts = config.experts
     assert fields is not None
     assert experts is not None
     if tensor is None:  # codes of MXFP4 are stored without this tensor, as [outputs, inputs]
@@ -309,10 +311,11 @@ def _lies_inward(tensor: Tensor | None, config: ModelConfig, fused: str) -> bool
     if fields.inward:  # the family always stores [inputs, outputs]
         return True
     # Other families are known by the shape. A square matrix is [outputs, inputs].
-    outputs, inputs = 2 * experts.width, config.width
+    inward = (config.width, 2 * experts.width)
     if fused == "down_proj":
-        outputs, inputs = config.width, experts.width
-    return tensor.shape[1:] == (inputs, outputs) != (outputs, inputs)
+        inward = (experts.width, config.width)
+    outward = inward[::-1]
+    return tensor.shape[1:] == inward and inward != outward
 
 
 def _expert_matrices(
@@ -336,17 +339,17 @@ def _expert_matrices(
     Raises:
         UserError: for another shape.
     """
-    names, fields = _FUSED[fused], FAMILIES[config.architecture].experts
+    names = _FUSED[fused]
+    fields = FAMILIES[config.architecture].experts
     is_bias = part == "_bias"
     axis = 1 if is_bias or not inward else 2  # of outputs
     axes = {"_bias": 2, "_blocks": 4}.get(part, 3)
     if len(tensor.shape) != axes or 0 in tensor.shape or tensor.shape[axis] % len(names):
-        outputs = f"{len(names)} x outputs"
-        layout_text = (
-            f"[experts, inputs, {outputs}]" if axis == 2 else f"[experts, {outputs}, inputs]"
-        )
+        layout = f"[experts, {len(names)} x outputs, inputs]"
+        if axis == 2:
+            layout = f"[experts, inputs, {len(names)} x outputs]"
         raise UserError(
-            f"{tensor.file}: {tensor.name!r} has shape {list(tensor.shape)}, wanted {layout_text}"
+            f"{tensor.file}: {tensor.name!r} has shape {list(tensor.shape)}, wanted {layout}"
         )
     size = tensor.shape[axis] // len(names)
     tensors = {}
@@ -358,11 +361,9 @@ def _expert_matrices(
             name = layer + _hf_name(config, f"layers/{matrix}_bias")
             tensors[name] = tensor.part(name, (slice(None), span))
             continue
+        of_experts = _hf_name(config, f"layers/{matrix}").removesuffix(".weight")
         for expert in range(tensor.shape[0]):
-            name = layer + _hf_name(config, f"layers/{matrix}").format(expert).removesuffix(
-                ".weight"
-            )
-            name += _FUSED_PARTS[part]
+            name = layer + of_experts.format(expert) + _FUSED_PARTS[part]
             cut = (expert, slice(None), span) if axis == 2 else (expert, span)
             tensors[name] = tensor.part(name, cut, turned=axis == 2)
     return tensors
@@ -383,7 +384,8 @@ def _find_sources(
 ) -> dict[str, Sources]:
     """Find the stored weights of each parameter. Raises UserError for a checkpoint that lacks a
     tensor, and for a tensor of another shape or dtype, or that no parameter needs."""
-    used, sources = set(), {}
+    used: set[str] = set()
+    sources = {}
     for parameter in parameters(config):
         rows = []
         for names in parameter.tensors:
@@ -391,7 +393,8 @@ def _find_sources(
             rows.append(row)
             for weight in row:
                 stem = weight.name.removesuffix(".weight")
-                used.update({weight.name, *(f"{stem}.{part}" for part in weight.parts)})
+                used.add(weight.name)
+                used.update(f"{stem}.{part}" for part in weight.parts)
                 used.add(f"{stem}.g_idx")  # the order of inputs in GPTQ; other schemes ignore it
         sources[parameter.name] = rows
     _check_unread(checkpoint, used, config, folder)
@@ -410,13 +413,17 @@ def _find_source(
         shape = (parameter.picked.total, *shape[1:])
     weight = find_weight(checkpoint, name, scheme)
     if weight is None:
-        tied = "; config.json says tie_word_embeddings = false" if parameter.name == "head" else ""
-        raise UserError(f"{folder}: tensor {name!r} is missing{tied}")
+        cause = f"{folder}: tensor {name!r} is missing"
+        if parameter.name == "head":
+            cause += "; config.json says tie_word_embeddings = false"
+        raise UserError(cause)
     if weight.shape != shape:
         raise UserError(
             f"{weight.file}: {name!r} has shape {list(weight.shape)}, wanted {list(shape)}"
         )
-    return weight if parameter.picked is None else weight.picked(parameter.picked.rows)
+    if parameter.picked is not None:
+        weight = weight.picked(parameter.picked.rows)
+    return weight
 
 
 def _check_unread(checkpoint: Checkpoint, used: set[str], config: ModelConfig, folder: Path):
@@ -425,7 +432,8 @@ def _check_unread(checkpoint: Checkpoint, used: set[str], config: ModelConfig, f
     unread = sorted(name for name in checkpoint.keys() - used if not name.endswith(_IGNORED))
     if config.tied_embeddings and "lm_head.weight" in unread:
         unread.remove("lm_head.weight")
-        head, embedding = checkpoint["lm_head.weight"], checkpoint["model.embed_tokens.weight"]
+        head = checkpoint["lm_head.weight"]
+        embedding = checkpoint["model.embed_tokens.weight"]
         if sample(head) != sample(embedding):
             raise UserError(
                 f"{folder}: tie_word_embeddings = true, but lm_head.weight differs from embed_tokens.weight"
@@ -440,8 +448,11 @@ def _check_unread(checkpoint: Checkpoint, used: set[str], config: ModelConfig, f
 
 def _is_zero_bias(checkpoint: Checkpoint, name: str) -> bool:
     """Say whether a tensor is the bias of a GPTQ matrix and has zeros alone."""
-    coded = name.endswith(".bias") and f"{name.removesuffix('.bias')}.qweight" in checkpoint
-    return coded and not read_slice(checkpoint[name], (slice(None),)).any()
+    stem = name.removesuffix(".bias")
+    if stem == name or f"{stem}.qweight" not in checkpoint:
+        return False
+    bias = read_slice(checkpoint[name], (slice(None),))
+    return not bias.any()
 
 
 # --- Loading ---
@@ -477,7 +488,8 @@ def load_params(
     Raises:
         UserError: for a missing folder, file or tensor, a wrong shape, a truncated or foreign file.
     """
-    folder, dtype = path_of(folder), np.dtype(dtype)
+    folder = path_of(folder)
+    dtype = np.dtype(dtype)
     checkpoint = _named_alike(open_checkpoint(folder), config, folder, text_only)
     file = folder / "config.json"
     scheme = read_scheme(read_object(file)) if file.exists() else None
@@ -486,7 +498,9 @@ def load_params(
     params: dict[str, Any] = {}
     stacks: dict[str, Any] = {}
     layer_list: list[dict] = [{} for _ in range(config.depth)]
-    total = sum(weight.nbytes for rows in sources.values() for row in rows for weight in row)
+    total = 0
+    for rows in sources.values():
+        total += sum(weight.nbytes for row in rows for weight in row)
     with _progress(total) as advance:
         for parameter in parameters(config):
             name = parameter.name.removeprefix("layers/")
@@ -498,18 +512,23 @@ def load_params(
             if parameter.layers is None:
                 _, piece = next(pieces)
                 params[name] = piece[0]
-            elif layers == "unroll":
+                continue
+            if layers == "unroll":
                 for row, piece in pieces:
-                    layer_list[parameter.layers[row]][name] = jax.tree.map(lambda a: a[0], piece)
+                    layer_list[parameter.layers[row]][name] = jax.tree.map(_first, piece)
+                continue
+            if by_layer:
+                matrices = tuple(jax.tree.map(_first, piece) for _, piece in pieces)
+                stack = LayerMatrices(matrices)
             else:
-                if by_layer:
-                    stack = LayerMatrices(
-                        tuple(jax.tree.map(lambda a: a[0], piece) for _, piece in pieces)
-                    )
-                else:
-                    stack = _stack(pieces, len(parameter.layers), parameter.name)
-                stacks[name] = Rows(stack, parameter.layers) if parameter.rows else stack
-    return as_multiplied(params | {"layers": layer_list if layers == "unroll" else stacks})
+                stack = _stack(pieces, len(parameter.layers), parameter.name)
+            stacks[name] = Rows(stack, parameter.layers) if parameter.rows else stack
+    params["layers"] = layer_list if layers == "unroll" else stacks
+    return as_multiplied(params)
+
+
+def _first(array):
+    return array[0]
 
 
 def _pieces(
@@ -536,18 +555,20 @@ def _pieces(
     Yields:
         The first row of each piece, and the piece: an array or codes [rows, ...].
     """
-    layered = parameter.layers is not None
-    coded = bits is not None and is_coded(parameter.name)
-    layer_bytes = max(1, math.prod(parameter.shape) * dtype.itemsize)
-    count = 1 if by_layer or not layered else max(1, PIECE // layer_bytes)
+    has_layers = parameter.layers is not None
+    is_code = bits is not None and is_coded(parameter.name)
+    count = 1  # layers of a piece
+    if has_layers and not by_layer:
+        layer_bytes = max(1, math.prod(parameter.shape) * dtype.itemsize)
+        count = max(1, PIECE // layer_bytes)
     for row in range(0, len(sources), count):
         part = sources[row : row + count]
         shape = (len(part), *parameter.shape)
         fill = functools.partial(_fill, part, parameter, shape, dtype)
-        stack_place = _over_layers(place) if layered else _as_stack(place)
+        stack_place = _over_layers(place) if has_layers else _as_stack(place)
         piece: Any = _placed(fill, shape, dtype, stack_place)
         advance(sum(weight.nbytes for weights in part for weight in weights))
-        if coded:
+        if is_code:
             piece = code_weight(piece, bits)
             if isinstance(place, NamedSharding):
                 piece = place_codes(piece, place)
@@ -592,20 +613,22 @@ def _placed(fill: Callable, shape: tuple[int, ...], dtype, sharding) -> jax.Arra
         return jax.device_put(fill((slice(None),) * len(shape)))
 
     @functools.cache
-    def fill_once(
-        spans: tuple[tuple[int, int], ...],
-    ) -> np.ndarray:  # slices cannot be keys of a cache
+    def fill_once(spans: tuple[tuple[int, int], ...]) -> np.ndarray:
         return fill(tuple(slice(*span) for span in spans))
 
     def of_device(index):
-        pairs = zip(index, shape, strict=True)
-        return fill_once(tuple(span.indices(size)[:2] for span, size in pairs))
+        # Slices cannot be keys of a cache (before Python 3.12), so pairs of numbers are.
+        spans = []
+        for span, size in zip(index, shape, strict=True):
+            start, stop, _ = span.indices(size)
+            spans.append((start, stop))
+        return fill_once(tuple(spans))
 
     return jax.make_array_from_callback(shape, sharding, of_device, dtype=dtype)
 
 
 def _over_layers(sharding):
-    """Give the placement of a stack back. Raises UserError where it splits layers, which are
+    """Return the placement of a stack as it is. Raises UserError where it splits layers, which are
     written one after the other."""
     if isinstance(sharding, NamedSharding) and sharding.spec and sharding.spec[0] is not None:
         raise UserError(f"layers cannot be split over a mesh, as {sharding.spec} would")
@@ -613,7 +636,7 @@ def _over_layers(sharding):
 
 
 def _as_stack(sharding):
-    """Give the placement of a parameter outside of layers as that of a stack of one row."""
+    """Turn the placement of a parameter outside of layers into that of a stack of one row."""
     if not isinstance(sharding, NamedSharding):
         return sharding
     return NamedSharding(sharding.mesh, PartitionSpec(None, *sharding.spec))
@@ -640,23 +663,24 @@ def _fill(
     Raises:
         UserError: for numbers that exceed float16's range, if that is the dtype.
     """
-    by_expert, matrix = parameter.by_expert, parameter.matrix
+    by_expert = parameter.by_expert
     index = tuple(slice(*span.indices(size)) for span, size in zip(index, shape, strict=True))
     inner = index[2:] if by_expert else index[1:]  # the slice of one tensor
-    if matrix:
+    if parameter.matrix:
         inner = inner[::-1]  # stored as [out, in]
     block = np.empty([span.stop - span.start for span in index], dtype)
     for layer, weights in zip(block, sources[index[0]], strict=True):
-        places = layer if by_expert else [layer]
-        weights = weights[index[1]] if by_expert else weights
+        places = [layer]
+        if by_expert:
+            places = layer
+            weights = weights[index[1]]
         for place, weight in zip(places, weights, strict=True):
-            target = place.T if matrix else place  # a view in the order of the tensor
-            rows = max(1, PART // max(1, math.prod(target.shape[1:])))
+            target = place.T if parameter.matrix else place  # a view in the order of the tensor
+            rows = max(1, PART // max(1, math.prod(target.shape[1:])))  # decoded at a time
             for row in range(0, len(target), rows):
                 first = inner[0].start + row
-                numbers = decode_slice(
-                    weight, (slice(first, min(first + rows, inner[0].stop)), *inner[1:])
-                )
+                stop = min(first + rows, inner[0].stop)
+                numbers = decode_slice(weight, (slice(first, stop), *inner[1:]))
                 # An overflow to float16 is refused with the tensor's name, not warned of.
                 with np.errstate(over="ignore"):
                     target[row : row + rows] = numbers.astype(dtype)
@@ -686,7 +710,8 @@ def _progress(total: int) -> Iterator[Callable[[int], None]]:
     bar = Progress(
         "loading weights", *columns, console=console, transient=True, disable=not visible
     )
-    task, begun = bar.add_task("", total=total), time.monotonic()
+    task = bar.add_task("", total=total)
+    begun = time.monotonic()
 
     def advance(nbytes: int):
         if time.monotonic() - begun > _PROGRESS_AFTER_SECONDS:

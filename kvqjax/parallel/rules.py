@@ -66,8 +66,7 @@ class Rules:
 
     @property
     def explicit(self) -> frozenset[str]:
-        """The mesh axes whose kind is Explicit: the type of an array says how it is split over
-        them."""
+        """Mesh axes of the kind Explicit: the type of an array says how it is split over them."""
         kinds = zip(self.mesh.axis_names, self.mesh.axis_types, strict=True)
         return frozenset(name for name, kind in kinds if kind == AxisType.Explicit)
 
@@ -75,10 +74,10 @@ class Rules:
         """Say whether both rules split a single row of a cache alike. Their `batch` may differ."""
         if other is None:
             return False
-        return (self.mesh, self.sequence, self.kv_heads) == (
-            other.mesh,
-            other.sequence,
-            other.kv_heads,
+        return (
+            self.mesh == other.mesh
+            and self.sequence == other.sequence
+            and self.kv_heads == other.kv_heads
         )
 
     def parameter(self, name: str) -> PartitionSpec:
@@ -127,17 +126,16 @@ class Rules:
 
     @property
     def everywhere(self) -> NamedSharding:
-        """A copy on every device."""
+        """The sharding of an array that every device has a copy of."""
         return NamedSharding(self.mesh, PartitionSpec())
 
     def shares(self, tree, specs):
-        """Give the shapes of one device's part of `tree`. A spec of `specs` applies to one array or
-        to several."""
+        """Return the shapes of one device's part of `tree`. A spec of `specs` applies to one array
+        or to several."""
 
         def share(spec, x):
-            return jax.ShapeDtypeStruct(
-                NamedSharding(self.mesh, spec).shard_shape(x.shape), x.dtype
-            )
+            part = NamedSharding(self.mesh, spec).shard_shape(x.shape)
+            return jax.ShapeDtypeStruct(part, x.dtype)
 
         def shares_of(spec, parameter):
             # A parameter may be several arrays, codes with scales or rows of a stack, which are all
@@ -147,8 +145,8 @@ class Rules:
         return jax.tree.map(shares_of, specs, tree)
 
     def parameters(self, params: dict) -> dict:
-        """Give the specs of a params pytree, of any form of layers."""
-        specs = {name: self.parameter(name) for name in params if name != "layers"}
+        """Return the specs of a params pytree, of any form of layers."""
+        specs: dict = {name: self.parameter(name) for name in params if name != "layers"}
 
         def of_stack(name: str) -> PartitionSpec:
             return self.parameter(f"layers/{name}")
@@ -158,19 +156,21 @@ class Rules:
             # layers.
             return PartitionSpec(*of_stack(name)[1:])
 
-        layers = params["layers"]
         if is_unrolled(params):
-            return specs | {
-                "layers": [{name: of_layer(name) for name in layer} for layer in layers]
-            }
-        # `LayerMatrices` are one array per layer, to all of which one spec applies.
-        apart = {name for name, x in layers.items() if isinstance(stack_of(x), LayerMatrices)}
-        return specs | {
-            "layers": {name: of_layer(name) if name in apart else of_stack(name) for name in layers}
-        }
+            layer_specs = []
+            for layer in params["layers"]:
+                layer_specs.append({name: of_layer(name) for name in layer})
+            specs["layers"] = layer_specs
+            return specs
+        specs["layers"] = {}
+        for name, parameter in params["layers"].items():
+            # `LayerMatrices` are one array per layer, to all of which one spec applies.
+            is_apart = isinstance(stack_of(parameter), LayerMatrices)
+            specs["layers"][name] = of_layer(name) if is_apart else of_stack(name)
+        return specs
 
     def run(self, state: Run, plan: RunLayout) -> Run:
-        """Give the specs of one run's arrays.
+        """Return the specs of one run's arrays.
 
         Args:
             state: the run's arrays; only their structure is read.
@@ -193,22 +193,27 @@ class Rules:
             spec = PartitionSpec(None, rows, *(shared[axis] for axis in axes))
             return tuple(spec for _ in stored)
 
+        body: dict = {}
+        for source, fields in state.body.items():
+            body[source] = {}
+            for name, stored in fields.items():
+                body[source][name] = field(source, name, stored)
         return Run(
-            body={
-                s: {n: field(s, n, stored) for n, stored in fields.items()}
-                for s, fields in state.body.items()
-            },
+            body=body,
             sinks=dict.fromkeys(state.sinks, exact),
             window=dict.fromkeys(state.window, exact),
             flushed=tuple(PartitionSpec(self.batch) for _ in state.flushed),
         )
 
     def cache(self, cache: Cache) -> Cache:
-        """Give the specs of a cache: a `Cache` with a spec in place of every array."""
+        """Return the specs of a cache: a `Cache` with a spec in place of every array."""
         rows = PartitionSpec(self.batch)
-        runs = tuple(self.run(s, p) for s, p in zip(cache.runs, runs_of(cache.layout), strict=True))
+        plans = runs_of(cache.layout)
+        runs = tuple(self.run(run, plan) for run, plan in zip(cache.runs, plans, strict=True))
         kept = dict.fromkeys(cache.kept, rows)
-        states = tuple({name: self.state(name) for name in state} for state in cache.states)
+        states = []
+        for state in cache.states:
+            states.append({name: self.state(name) for name in state})
         pages = None if cache.pages is None else rows
         return cache.replace(
             runs=runs,
@@ -216,7 +221,7 @@ class Rules:
             overflow=rows,
             finite=rows,
             kept=kept,
-            states=states,
+            states=tuple(states),
             pages=pages,
         )
 
@@ -259,9 +264,9 @@ class Rules:
     def _local_recurrent(self, shape: KVShape) -> RecurrentConfig | None:
         """Describe one device's heads of the recurrent layers; None where the model has no such
         layers."""
-        return (
-            None if shape.recurrent is None else shape.recurrent.shared_out(self.size(self.width))
-        )
+        if shape.recurrent is None:
+            return None
+        return shape.recurrent.shared_out(self.size(self.width))
 
     def local_layout(self, layout: CacheLayout) -> CacheLayout:
         """Describe one device's part of a cache. The layout has no rules, so that a step on the
@@ -275,7 +280,7 @@ class Rules:
         )
 
     def cache_layout(self, layout: CacheLayout, batch: int) -> CacheLayout:
-        """Give the layout of a cache that is split by these rules.
+        """Return the layout of a cache that is split by these rules.
 
         Args:
             layout: of the cache on one device.
@@ -298,7 +303,7 @@ class Rules:
                 f"{self.size(self.batch)} devices share out the rows, and none has the pages of all rows"
             )
         if batch % self.size(self.batch):
-            rows = f"{batch} row{'s' * (batch != 1)}"
+            rows = "1 row" if batch == 1 else f"{batch} rows"
             raise UserError(f"{rows} cannot be split over {self.size(self.batch)} devices")
         if not shares_heads(layout, self.size(self.kv_heads)):
             raise UserError(
@@ -309,7 +314,7 @@ class Rules:
 
 @functools.lru_cache(maxsize=64)
 def _share(shape: KVShape, parts: int, recurrent: RecurrentConfig | None) -> KVShape:
-    """Give the shape of one of `parts` devices that share out the heads, with the recurrent layers
+    """Return the shape of one of `parts` devices that share out the heads, with the recurrent layers
     of one device. Kept, because planning asks for the same one for every length."""
     return dataclasses.replace(
         shape,
@@ -346,25 +351,24 @@ def _is_share(parent: Wiring, part: Wiring, parts: int) -> bool:
     """Say whether `parts` wirings like `part`, side by side, store what `parent` stores."""
 
     def widened(wiring: Wiring, times: int):
-        """Give the widths of sources, and the fields, both `times` as wide."""
+        """Return the widths of sources, and the fields, both `times` as wide."""
         widths = {source: width * times for source, width in wiring.storage.sources.items()}
-        fields = {
-            (source, name): dataclasses.replace(
-                field, width=field.width * times, heads=field.heads * times
-            )
-            for source, codec in wiring.storage.codecs.items()
-            for name, field in codec.fields.items()
-        }
+        fields = {}
+        for source, codec in wiring.storage.codecs.items():
+            for name, field in codec.fields.items():
+                fields[source, name] = dataclasses.replace(
+                    field, width=field.width * times, heads=field.heads * times
+                )
         return widths, fields
 
     def constants(wiring: Wiring, times: int) -> dict[tuple[str, str], tuple[int, ...]]:
-        """Give the shapes of calibrated constants, with the first axis `times` as long. A single
+        """Return the shapes of calibrated constants, with the first axis `times` as long. A single
         number is an axis of one: all heads share it."""
-        return {
-            (group, name): (times * math.prod(shape[:1]), *shape[1:])
-            for group, shapes in wiring.wanted().items()
-            for name, shape in shapes.items()
-        }
+        longer: dict[tuple[str, str], tuple[int, ...]] = {}
+        for group, shapes in wiring.wanted().items():
+            for name, shape in shapes.items():
+                longer[group, name] = (times * math.prod(shape[:1]), *shape[1:])
+        return longer
 
     # A constant of which each head has its own part has heads or channels on its first axis alone.
     by_head = not parent.chain.carry and constants(parent, 1) == constants(part, parts)

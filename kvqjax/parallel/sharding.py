@@ -50,13 +50,15 @@ def _mesh(shape: tuple[int, ...], devices) -> Mesh | AbstractMesh:
     """Make the mesh of the first of `devices` (None: of jax.devices()). Raises UserError for too
     few."""
     names = ("data", "seq", "kv", "group")
-    devices = jax.devices() if devices is None else devices
+    count = math.prod(shape)
+    if devices is None:
+        devices = jax.devices()
     # Plans are made for chips that are not here.
     if not len(devices):
         return AbstractMesh(shape, names)
-    if len(devices) < math.prod(shape):
-        raise UserError(f"the mesh wants {math.prod(shape)} devices, there are {len(devices)}")
-    return Mesh(np.asarray(devices[: math.prod(shape)]).reshape(shape), names)
+    if len(devices) < count:
+        raise UserError(f"the mesh wants {count} devices, there are {len(devices)}")
+    return Mesh(np.asarray(devices[:count]).reshape(shape), names)
 
 
 def _divided(config: KVShape) -> dict[str, int]:
@@ -67,9 +69,8 @@ def _divided(config: KVShape) -> dict[str, int]:
         return parts
     experts = config.experts
     if config.recurrent is not None:
-        parts[f"{config.recurrent.key_heads} key heads of recurrent layers"] = (
-            config.recurrent.key_heads
-        )
+        key_heads = config.recurrent.key_heads
+        parts[f"{key_heads} key heads of recurrent layers"] = key_heads
     if config.dense_layers:
         parts[f"MLP width {config.mlp_width}"] = config.mlp_width
     if experts is not None:
@@ -95,7 +96,9 @@ def rules_for(config: KVShape, method: MethodLike, size: MeshSize, devices=None)
         UserError: for heads, MLP or experts that cannot be split over `size.model`, and for too few
             devices.
     """
-    kv, model, divided = config.num_kv_heads, size.model, _divided(config)
+    kv = config.num_kv_heads
+    model = size.model
+    divided = _divided(config)
     if any(number % model for number in divided.values()) or (kv % model and model % kv):
         numbers = " and ".join(divided)
         raise UserError(
@@ -114,9 +117,8 @@ def rules_for(config: KVShape, method: MethodLike, size: MeshSize, devices=None)
         # A method that mixes heads needs all channels of a token on one device. If it caches the
         # projections' results, projections are split and results gathered. If it caches their input
         # (XQuant), every device multiplies cached tokens by whole projections.
-        caches_results = all(
-            {"k", "v"} <= run.wiring.storage.sources.keys() for run in runs_of(layout)
-        )
+        sources = [run.wiring.storage.sources.keys() for run in runs_of(layout)]
+        caches_results = all({"k", "v"} <= names for names in sources)
         columns = rules.width if caches_results and config.kv_width % model == 0 else ()
         rules = dataclasses.replace(
             rules, kv_heads=(), projections=columns, sequence=("seq", "kv", "group")
@@ -154,8 +156,11 @@ def rules_on(
         raise UserError(
             f"mesh is {named(mesh)}; wanted a jax.sharding.Mesh, such as jax.make_mesh gives"
         )
-    batch, heads, sequence = (_axes(mesh, x) for x in (batch_axis, head_axis, sequence_axis))
-    for axis in (used := (*batch, *heads, *sequence)):
+    batch = _axes(mesh, batch_axis)
+    heads = _axes(mesh, head_axis)
+    sequence = _axes(mesh, sequence_axis)
+    used = (*batch, *heads, *sequence)
+    for axis in used:
         if used.count(axis) > 1:
             raise UserError(
                 f"mesh axis {axis!r} is named twice; it splits rows, heads or the sequence"
@@ -171,7 +176,7 @@ def rules_on(
 
 
 def _axes(mesh: Mesh, names: AxisNames) -> tuple[str, ...]:
-    """Give the axes that one name, several or none stand for. Raises UserError for an axis that the
+    """Return the axes that one name, several or none stand for. Raises UserError for an axis that the
     mesh lacks."""
     if names is None:
         axes = ()
@@ -181,28 +186,32 @@ def _axes(mesh: Mesh, names: AxisNames) -> tuple[str, ...]:
         axes = tuple(names)
     for axis in axes:
         if axis not in mesh.axis_names:
-            raise UserError(
-                f"the mesh has no axis {axis!r}; it has {', '.join(map(repr, mesh.axis_names))}"
-            )
+            known = ", ".join(map(repr, mesh.axis_names))
+            raise UserError(f"the mesh has no axis {axis!r}; it has {known}")
     return axes
 
 
 def _restored(result, layout: CacheLayout):
-    """Give the caches in a result the layout of the whole cache again."""
+    """Put the layout of the whole cache back into the caches in a result."""
 
     def is_cache(x) -> bool:
         return isinstance(x, Cache)
 
-    return jax.tree.map(
-        lambda x: x.replace(layout=layout) if is_cache(x) else x, result, is_leaf=is_cache
-    )
+    def with_layout(x):
+        return x.replace(layout=layout) if is_cache(x) else x
+
+    return jax.tree.map(with_layout, result, is_leaf=is_cache)
 
 
 def of_constants(rules: Rules, constants):
-    """Give the specs of calibrated constants [L, ...]. Where KV heads are split, the axis behind
+    """Return the specs of calibrated constants [L, ...]. Where KV heads are split, the axis behind
     the layers is that of heads or channels (`shares_heads`), and is split with them."""
-    spec = PartitionSpec(None, rules.kv_heads)
-    return jax.tree.map(lambda x: spec if x.ndim > 1 else PartitionSpec(), constants)
+    by_head = PartitionSpec(None, rules.kv_heads)
+
+    def spec_of(x) -> PartitionSpec:
+        return by_head if x.ndim > 1 else PartitionSpec()
+
+    return jax.tree.map(spec_of, constants)
 
 
 def on_parts(function: Callable, rules: Rules, cache: Cache, *arguments, specs: tuple, out):
@@ -224,9 +233,8 @@ def on_parts(function: Callable, rules: Rules, cache: Cache, *arguments, specs: 
     layout = cache.layout
 
     def local(cache, *arguments):
-        return _restored(
-            function(cache.replace(layout=rules.local_layout(layout)), *arguments), layout
-        )
+        part = cache.replace(layout=rules.local_layout(layout))
+        return _restored(function(part, *arguments), layout)
 
     return over_parts(local, rules, cache, *arguments, specs=(rules.cache(cache), *specs), out=out)
 
@@ -234,16 +242,19 @@ def on_parts(function: Callable, rules: Rules, cache: Cache, *arguments, specs: 
 def lying_as(x, like, rules: Rules):
     """Split `x` over the mesh's Explicit axes as `like`, an array of the same shape, is split."""
     place = jax.typeof(like).sharding
-    return jax.sharding.reshard(x, place) if rules.explicit and place.mesh.axis_names else x
+    if rules.explicit and place.mesh.axis_names:
+        return jax.sharding.reshard(x, place)
+    return x
 
 
 def over_parts(function: Callable, rules: Rules, *arguments, specs: tuple, out):
     """Run `function(*arguments)` on every device's part of the arguments, which are first split as
     `specs` say."""
     arguments = tuple(sent(x, rules, spec) for x, spec in zip(arguments, specs, strict=True))
-    return jax.shard_map(function, mesh=rules.mesh, in_specs=specs, out_specs=out, check_vma=False)(
-        *arguments
+    mapped = jax.shard_map(
+        function, mesh=rules.mesh, in_specs=specs, out_specs=out, check_vma=False
     )
+    return mapped(*arguments)
 
 
 def sent(tree, rules: Rules, specs):
@@ -255,9 +266,11 @@ def sent(tree, rules: Rules, specs):
 
     def send(spec, part):
         # JAX refuses to reshard along Auto axes, so these are left out of the spec.
-        groups = [axes if isinstance(axes, tuple) else (axes,) for axes in spec]
-        explicit_groups = [tuple(axis for axis in axes if axis in explicit) for axes in groups]
-        sharding = NamedSharding(rules.mesh, PartitionSpec(*explicit_groups))
+        groups = []
+        for axes in spec:
+            names = axes if isinstance(axes, tuple) else (axes,)
+            groups.append(tuple(axis for axis in names if axis in explicit))
+        sharding = NamedSharding(rules.mesh, PartitionSpec(*groups))
         return jax.tree.map(lambda x: jax.sharding.reshard(x, sharding), part)
 
     return jax.tree.map(send, specs, tree)
@@ -281,14 +294,14 @@ def over_mesh(function: Callable, model, cache: Cache, *arguments, out: tuple[st
     rows = PartitionSpec(rules.batch)
     source = PartitionSpec(None, rules.batch, None, rules.kv_heads)
     of_heads = PartitionSpec(None, rules.batch, None, rules.width)
+    # Sources of layers of attention, run by run, then those of recurrent layers.
+    pending = [dict.fromkeys(run.wiring.storage.sources, source) for run in runs_of(cache.layout)]
+    pending += [dict.fromkeys(GIVEN, of_heads) for _ in cache.states]
     specs = {
         "logits": PartitionSpec(rules.batch, rules.vocabulary),
         "chunk": PartitionSpec(rules.batch, None, rules.vocabulary),
         "cache": rules.cache(cache),
-        "pending": (
-            *(dict.fromkeys(run.wiring.storage.sources, source) for run in runs_of(cache.layout)),
-            *(dict.fromkeys(GIVEN, of_heads) for _ in cache.states),
-        ),
+        "pending": tuple(pending),
     }
 
     def local(cache, model, *arguments):
@@ -298,10 +311,13 @@ def over_mesh(function: Callable, model, cache: Cache, *arguments, out: tuple[st
 
     constants = of_constants(rules, model.constants)
     placed = model.replace(params=rules.parameters(model.params), constants=constants)
-    in_specs = (placed, *(specs["pending"] if isinstance(x, tuple) else rows for x in arguments))
+    in_specs = [placed]
+    for x in arguments:
+        in_specs.append(specs["pending"] if isinstance(x, tuple) else rows)
     results = tuple(specs[name] for name in out)
-    results = results[0] if len(results) == 1 else results
-    return on_parts(local, rules, cache, model, *arguments, specs=in_specs, out=results)
+    if len(results) == 1:
+        (results,) = results
+    return on_parts(local, rules, cache, model, *arguments, specs=tuple(in_specs), out=results)
 
 
 def _placed(parameter, sharding: NamedSharding):

@@ -7,6 +7,7 @@ Words of codes can be read only with the model, the constants and the form that 
 these are compared.
 """
 
+import operator
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -23,20 +24,22 @@ from kvqjax.model.loading import Model
 from kvqjax.serving.prefixes import TRACE, Contents, SavedPrefix
 from kvqjax.step.persist import owner_of, require_owner
 
-FOLDER_PREFIX = "prefixes-"  # what folders that `write_newest` makes begin with; a number follows
+FOLDER_PREFIX = "prefixes-"  # folders of `write_newest` have this name and a number
 
 
 def owner_of_engine(model: Model, layout: CacheLayout, chunk: int) -> dict[str, Any]:
     """Describe what must be equal in two engines for one to use the other's prefixes."""
-    page = 0 if layout.pool is None else layout.pool.tokens
-    form = {"layers": layout.layers, "form": layout.form, "dealt": layout.dealt, "page": page}
-    text = {
+    return {
         "method": spelled_out(layout.method),
         "capacity": layout.capacity,
         "dtype": layout.dtype,
         "chunk": chunk,
+        "layers": layout.layers,
+        "form": layout.form,
+        "dealt": layout.dealt,
+        "page": 0 if layout.pool is None else layout.pool.tokens,
+        **owner_of(model, None, layout.method),
     }
-    return text | form | owner_of(model, None, layout.method)
 
 
 def write_prefixes(
@@ -53,25 +56,23 @@ def write_prefixes(
     Raises:
         UserError: the folder exists, or cannot be written.
     """
+    # An engine's pages are numbers in its pool. In the folder they are counted from 0.
     places = {page: place for place, page in enumerate(contents)}
-    entries = [
-        {
-            "trace": prefix.trace.hex(),
-            "length": prefix.length,
-            "pages": [places[page] for page in prefix.pages],
-        }
-        for prefix in prefixes
-    ]
+    entries = []
+    for prefix in prefixes:
+        pages = [places[page] for page in prefix.pages]
+        entries.append({"trace": prefix.trace.hex(), "length": prefix.length, "pages": pages})
     arrays: dict[str, np.ndarray] = {}
     if prefixes:
-        rows = jax.tree.map(lambda *leaves: np.stack(leaves), *(prefix.row for prefix in prefixes))
-        # A page is one place of the second axis, behind the layers.
-        pages = (
-            jax.tree.map(lambda *leaves: np.concatenate(leaves, 1), *contents.values())
-            if contents
-            else ()
-        )
-        arrays = flatten((rows, pages))
+        rows = [prefix.row for prefix in prefixes]
+        stacked_rows = jax.tree.map(lambda *leaves: np.stack(leaves), *rows)
+        joined_pages = ()
+        if contents:
+            # A page is one place of the second axis, behind the layers.
+            joined_pages = jax.tree.map(
+                lambda *leaves: np.concatenate(leaves, axis=1), *contents.values()
+            )
+        arrays = flatten((stacked_rows, joined_pages))
     write_folder(path, owner | {"kind": "prefixes", "prefixes": entries}, arrays)
 
 
@@ -99,34 +100,45 @@ def read_prefixes(
     entries = [_prefix_entry(path, entry) for entry in text["prefixes"]]
     if not entries:
         return [], {}
-    count = 1 + max((place for _, _, pages in entries for place in pages), default=-1)
-    rows = jax.tree.map(lambda x: jax.ShapeDtypeStruct((len(entries), *x.shape), x.dtype), row)
-    pages = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct((x.shape[0], count, *x.shape[2:]), x.dtype),
-        page if count else (),
+    numbers = [number for _, _, pages in entries for number in pages]
+    count = 1 + max(numbers, default=-1)
+
+    def of_all_prefixes(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((len(entries), *leaf.shape), leaf.dtype)
+
+    def of_all_pages(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        layers, _, *sizes = leaf.shape
+        return jax.ShapeDtypeStruct((layers, count, *sizes), leaf.dtype)
+
+    # As `write_prefixes`: without pages there is no array of them.
+    shapes = (
+        jax.tree.map(of_all_prefixes, row),
+        jax.tree.map(of_all_pages, page) if count else (),
     )
-    shapes = flatten((rows, pages))
-    arrays = read_arrays(path, text, wanted=shapes)
+    shapes_by_name = flatten(shapes)
+    arrays = read_arrays(path, text, wanted=shapes_by_name)
     rows, pages = jax.tree.unflatten(
-        jax.tree.structure((rows, pages)), [arrays[name] for name in shapes]
+        jax.tree.structure(shapes), [arrays[name] for name in shapes_by_name]
     )
-    contents = {
-        place: jax.tree.map(lambda x, at=place: x[:, at : at + 1], pages) for place in range(count)
-    }
-    prefixes = [
-        SavedPrefix(trace, length, jax.tree.map(lambda x, at=number: x[at], rows), numbers)
-        for number, (trace, length, numbers) in enumerate(entries)
-    ]
+    contents = {}
+    for place in range(count):
+        contents[place] = jax.tree.map(operator.itemgetter(np.s_[:, place : place + 1]), pages)
+    prefixes = []
+    for number, (trace, length, pages_of_prefix) in enumerate(entries):
+        row_of_prefix = jax.tree.map(operator.itemgetter(number), rows)
+        prefixes.append(SavedPrefix(trace, length, row_of_prefix, pages_of_prefix))
     return prefixes, contents
 
 
 def _prefix_entry(path: Path, entry: Any) -> tuple[bytes, int, list[int]]:
-    """Check what a description says of one prefix."""
+    """Check what a description says of one prefix. Return its trace, length and pages."""
     try:
-        trace, length, pages = bytes.fromhex(entry["trace"]), entry["length"], entry["pages"]
-        if len(trace) == TRACE and all(
-            type(number) is int and number >= 0 for number in (length, *pages)
-        ):
+        trace = bytes.fromhex(entry["trace"])
+        length = entry["length"]
+        pages = entry["pages"]
+        # Not `isinstance`: JSON's true is no number of tokens.
+        are_counts = all(type(number) is int and number >= 0 for number in (length, *pages))
+        if len(trace) == TRACE and are_counts:
             return trace, length, pages
     except (KeyError, TypeError, ValueError):
         pass
@@ -152,17 +164,19 @@ def write_newest(folder: Path, write: Callable[[Path], object]) -> None:
         UserError: of `write`.
     """
     older_parts = _parts(folder)
-    write(folder / f"{FOLDER_PREFIX}{1 + max(map(_number, older_parts), default=0)}")
+    newest = max((_number(part) for part in older_parts), default=0)
+    write(folder / f"{FOLDER_PREFIX}{newest + 1}")
     for part in older_parts:
         shutil.rmtree(part, ignore_errors=True)
 
 
 def _parts(folder: Path) -> list[Path]:
-    return [
-        part
-        for part in folder.glob(f"{FOLDER_PREFIX}*")
-        if part.name.removeprefix(FOLDER_PREFIX).isdecimal()
-    ]
+    parts = []
+    for path in folder.glob(f"{FOLDER_PREFIX}*"):
+        # A folder that is not complete has a longer name.
+        if path.name.removeprefix(FOLDER_PREFIX).isdecimal():
+            parts.append(path)
+    return parts
 
 
 def _number(part: Path) -> int:

@@ -19,13 +19,13 @@ from kvqjax.cache import Cache
 from kvqjax.cache.pages import PagePool
 from kvqjax.serving.batch import RunningBatch
 
-Contents = dict[int, tuple[dict, ...]]  # by a page's number, what it holds of every run of layers
+Contents = dict[int, tuple[dict, ...]]  # a page's number -> its body of every run of layers
 
 TRACE = 16  # bytes of a trace: two of 2^32 prefixes share one with a chance of 1 in 2^65
 REMEMBERED = 4096  # beginnings of prompts of which a trace is remembered
-# A prefix that several prompts began with is worth more than the end of the newest prompt, until so
-# many prompts have come without it. Otherwise, where there is room for one prefix, every request in
-# between would displace a system prompt of half of all requests.
+# A prefix that several prompts began with is worth more than the end of the newest prompt, until
+# this number of prompts have come without it. Otherwise, where there is room for one prefix, every
+# request in between would displace a system prompt of half of all requests.
 PROVEN = 16
 
 
@@ -60,13 +60,14 @@ class Prefixes:
     """
 
     def __init__(self, chunk: int, most: int, pool: PagePool | None = None):
-        self._chunk, self._most, self._pool = chunk, most, pool
+        self._chunk = chunk
+        self._most = most
+        self._pool = pool
         self._kept: OrderedDict[bytes, Prefix] = OrderedDict()
         self._remembered: OrderedDict[bytes, None] = OrderedDict()
         self._begun = 0  # prompts
-        self._proven: dict[
-            bytes, int
-        ] = {}  # by trace, the number of the last prompt that began as others had
+        # By trace, the number of the last prompt that began as others had.
+        self._proven: dict[bytes, int] = {}
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -87,19 +88,25 @@ class Prefixes:
         """Remember how a prompt begins, and choose the ends of chunks at which it is worth keeping.
         One is the last end that an earlier prompt shares, behind which the two differ. The other is
         the prompt's last end, from which the next turn of a conversation goes on."""
-        ends = list(self._ends(prompt)) if self._most else []
-        repeated, common = 0, b""
         self._begun += 1
-        for end, trace in ends:
+        if not self._most:
+            return set()
+        repeated = 0
+        repeated_trace = b""
+        last = 0
+        for end, trace in self._ends(prompt):
             if trace in self._remembered:
-                repeated, common = end, trace
+                repeated = end
+                repeated_trace = trace
             self._remembered[trace] = None
             self._remembered.move_to_end(trace)
+            last = end
         if repeated:
-            self._proven[common] = self._begun
+            self._proven[repeated_trace] = self._begun
         while len(self._remembered) > REMEMBERED:
-            self._proven.pop(self._remembered.popitem(last=False)[0], None)
-        return {end for end in (repeated, ends[-1][0] if ends else 0) if end}
+            oldest, _ = self._remembered.popitem(last=False)
+            self._proven.pop(oldest, None)
+        return {end for end in (repeated, last) if end}  # 0 is no end of a chunk
 
     def keep(self, prompt: Sequence[int], length: int, row: Cache, pages: Sequence[int]) -> None:
         """Keep the first `length` tokens of a prompt, which lie in `pages`. With room for one
@@ -120,12 +127,15 @@ class Prefixes:
     def saved(self, batch: RunningBatch) -> tuple[list[SavedPrefix], Contents]:
         """Copy all to the host: the prefixes, the one used least recently first, and each of their
         pages once."""
-        prefixes = [
-            SavedPrefix(trace, kept.length, jax.device_get(kept.row), kept.pages)
-            for trace, kept in self._kept.items()
-        ]
-        numbers = dict.fromkeys(page for prefix in prefixes for page in prefix.pages)
-        return prefixes, {number: batch.page_content(number) for number in numbers}
+        prefixes = []
+        contents: Contents = {}
+        for trace, kept in self._kept.items():
+            row = jax.device_get(kept.row)
+            prefixes.append(SavedPrefix(trace, kept.length, row, kept.pages))
+            for page in kept.pages:
+                if page not in contents:
+                    contents[page] = batch.page_content(page)
+        return prefixes, contents
 
     def keep_saved(
         self, saved: Sequence[SavedPrefix], contents: Contents, batch: RunningBatch
@@ -138,25 +148,26 @@ class Prefixes:
         """
         chosen: list[SavedPrefix] = []
         page_numbers: set[int] = set()
-        room, free = self._most - len(self._kept), 0 if self._pool is None else self._pool.free
+        room = self._most - len(self._kept)
+        free = 0 if self._pool is None else self._pool.free
         for prefix in reversed(saved):
             fits = len(chosen) < room and len(page_numbers | set(prefix.pages)) <= free
             if fits and prefix.trace not in self._kept:
                 chosen.append(prefix)
                 page_numbers |= set(prefix.pages)
-        numbers = sorted(page_numbers)
-        pages = dict(
-            zip(numbers, [] if self._pool is None else self._pool.take(len(numbers)), strict=True)
-        )
+        # Number of a page in `contents` -> its page here.
+        pages: dict[int, int] = {}
+        if self._pool is not None:
+            taken = self._pool.take(len(page_numbers))
+            pages = dict(zip(sorted(page_numbers), taken, strict=True))
         for number, page in pages.items():
             batch.fill_page(page, contents[number])
         for prefix in reversed(chosen):
             row_pages = [pages[number] for number in prefix.pages]
             if self._pool is not None:
                 self._pool.share(row_pages)
-            self._kept[prefix.trace] = Prefix(
-                prefix.length, batch.row_from_host(prefix.row), row_pages
-            )
+            row = batch.row_from_host(prefix.row)
+            self._kept[prefix.trace] = Prefix(prefix.length, row, row_pages)
             self._remembered[prefix.trace] = None
         if self._pool is not None:
             self._pool.drop(pages.values())  # from now on the prefixes alone use them
@@ -164,21 +175,23 @@ class Prefixes:
 
     def drop(self) -> bool:
         """Drop one prefix, the one worth least among those with a page that only prefixes use: it
-        becomes free now, or when further prefixes are dropped. False where there is none, since
-        pages that rows use stay in use."""
-        users = Counter(page for prefix in self._kept.values() for page in prefix.pages)
+        becomes free now, or when further prefixes are dropped. Return False where there is
+        none, since pages that rows use stay in use."""
+        if self._pool is None:
+            return False
+        prefix_users: Counter[int] = Counter()
+        for prefix in self._kept.values():
+            prefix_users.update(prefix.pages)
         for trace in self._worst_first():
-            pages = self._kept[trace].pages
-            if self._pool is not None and any(
-                self._pool.users(page) == users[page] for page in pages
-            ):
-                self._let_go(trace)
-                return True
+            for page in self._kept[trace].pages:
+                if self._pool.users(page) == prefix_users[page]:
+                    self._let_go(trace)
+                    return True
         return False
 
     def _worst_first(self) -> list[bytes]:
         """Sort the traces of all prefixes by their worth, the least first."""
-        # A stable sort of what lies in the order of use.
+        # `_kept` is in the order of use, and a stable sort keeps it among equals.
         return sorted(self._kept, key=self._is_proven)
 
     def _is_proven(self, trace: bytes) -> bool:
@@ -192,7 +205,7 @@ class Prefixes:
             self._pool.drop(prefix.pages)
 
     def _ends(self, prompt: Sequence[int]) -> Iterator[tuple[int, bytes]]:
-        """Give every end of a chunk before the prompt's last token, and a trace of all tokens up to
+        """Yield every end of a chunk before the prompt's last token, and a trace of all tokens up to
         it. No prefix holds the last token, which is always read for its logits."""
         trace = b""
         for end in range(self._chunk, len(prompt), self._chunk):

@@ -1,10 +1,9 @@
-"""What answers say of single tokens: their names, their bytes, their places in the text, their log
+"""Facts of single tokens in answers: their names, their bytes, their places in the text, their log
 probabilities.
 
-A name is the token's text as it stands within a text, such as " the". What has no text of its own
-is named as OpenAI
-does: "bytes:\\xe6" is a part of a character. Two tokens of one text in one place have two names:
-the second is "token_id:123", which is vLLM's form.
+A name is the token's text as it stands within a text, such as " the". A token without a text of its
+own is named as OpenAI does: "bytes:\\xe6" is a part of a character. Two tokens of one text in one
+place have two names: the second is "token_id:123", which is vLLM's form.
 """
 
 from collections.abc import Iterable, Sequence
@@ -28,7 +27,7 @@ class Echoed(NamedTuple):
 
 
 def _name(raw: bytes) -> str:
-    """A token's text; the bytes of a part of a character."""
+    """Return a token's text, or the bytes of a part of a character."""
     try:
         return raw.decode()
     except UnicodeDecodeError:
@@ -46,17 +45,24 @@ def text_places(text: str, tokens: Iterable[tuple[bytes, bool]]) -> list[int]:
         The character at which each token begins. Of a text that the tokenizer changed before it
         split it, the nearest place behind the token before.
     """
-    raw, place, places = text.encode(), 0, []
+    raw = text.encode()
+    place = 0  # all places are in bytes
+    places = []
     for piece, special in tokens:
         places.append(place)
         if raw.startswith(piece, place):
             place += len(piece)
         elif piece[:1] == b" " and raw.startswith(piece[1:], place):
+            # The text lacks the blank before its first word.
             place += len(piece) - 1
         elif not special:
+            # The tokenizer has changed the text. Without a place to be seen, the token counts as
+            # long as it is.
             hit = raw.find(piece, place, place + len(piece) + FAR)
-            places[-1] = place if hit < 0 else hit
+            if hit >= 0:
+                places[-1] = hit
             place = min(places[-1] + len(piece), len(raw))
+    # Bytes to characters. A token that begins within a character has that character's place.
     return [len(raw[:place].decode(errors="ignore")) for place in places]
 
 
@@ -72,18 +78,18 @@ class AnswerScores:
             by_number: name every token "token_id:123".
         """
         self._tokenizer = model.tokenizer if model.has_tokenizer else None
-        self._table: TokenBytes | None = (
-            None if self._tokenizer is None else token_bytes(self._tokenizer)
-        )
+        self._table: TokenBytes | None = None
+        if self._tokenizer is not None:
+            self._table = token_bytes(self._tokenizer)
         self._by_number = by_number
-        self._begun = self._has_text(prompt)
+        self._begun = self._has_text(prompt)  # the text has begun: blanks count
         self._reader = Detokenizer(self._tokenizer, prompt)
         self._place = 0
 
     def completion(
         self, scores: Sequence[TokenScore], echoed: Echoed | None = None
     ) -> dict[str, Any]:
-        """Give log probabilities as completions have them.
+        """Write log probabilities as completions have them.
 
         Args:
             scores: of the next tokens.
@@ -93,98 +99,106 @@ class AnswerScores:
             Tokens, their log probabilities, the likeliest ones in their places, and where they
             begin in the text.
         """
-        made: dict[str, list[Any]] = {
+        entries: dict[str, list[Any]] = {
             "tokens": [],
             "token_logprobs": [],
             "top_logprobs": [],
             "text_offset": [],
         }
         if echoed is not None:
-            self._echo(made, echoed)
+            self._echo(entries, echoed)
         for score in scores:
-            self._add(made, score, self._moved_over(score.token), self._begun)
+            place = self._moved_over(score.token)
+            self._add(entries, score, place, self._begun)
             self._begun = self._begun or self._has_text([score.token])
-        return made
+        return entries
 
     def chat(self, scores: Sequence[TokenScore]) -> dict[str, Any]:
-        """Give log probabilities as chat answers have them. Bytes of consecutive tokens, joined,
+        """Write log probabilities as chat answers have them. Bytes of consecutive tokens, joined,
         are the text."""
         content = []
         for score in scores:
             names = self._names([score.token, *score.likeliest], self._begun)
-            entries = {
-                token: {
+            entries = {}
+            for token, logprob in [*score.likeliest.items(), (score.token, score.logprob)]:
+                entries[token] = {
                     "token": names[token],
                     "logprob": logprob,
                     "bytes": list(self._in_text(token)),
                 }
-                for token, logprob in [*score.likeliest.items(), (score.token, score.logprob)]
-            }
             likeliest = [dict(entries[token]) for token in score.likeliest]
             content.append(entries[score.token] | {"top_logprobs": likeliest})
             self._begun = self._begun or self._has_text([score.token])
         return {"content": content, "refusal": None}
 
-    def _echo(self, made: dict[str, list[Any]], echoed: Echoed) -> None:
+    def _echo(self, entries: dict[str, list[Any]], echoed: Echoed) -> None:
         """Add the prompt's tokens, of which the first has no score."""
         raws = [self._raw(token, begun=True) for token in echoed.ids]
-        places = text_places(echoed.text, zip(raws, map(self._is_silent, echoed.ids), strict=True))
+        are_special = [self._is_silent(token) for token in echoed.ids]
+        places = text_places(echoed.text, zip(raws, are_special, strict=True))
         begun = False
         for number, (token, place) in enumerate(zip(echoed.ids, places, strict=True)):
             if number == 0:
-                made["tokens"].append(self._names([token], begun)[token])
-                made["token_logprobs"].append(None)
-                made["top_logprobs"].append(None)
-                made["text_offset"].append(place)
+                entries["tokens"].append(self._names([token], begun)[token])
+                entries["token_logprobs"].append(None)
+                entries["top_logprobs"].append(None)
+                entries["text_offset"].append(place)
             elif number <= len(echoed.scores):
-                self._add(made, echoed.scores[number - 1], place, begun)
+                self._add(entries, echoed.scores[number - 1], place, begun)
             begun = begun or self._has_text([token])
         self._place = len(echoed.text)
 
     def _moved_over(self, token: int) -> int:
-        """Where an answer's next token begins in the text. A part of a character is held back until
-        a later token completes it, or shows that it is none; that token begins behind it."""
+        """Find where an answer's next token begins in the text, and move behind it. A part of a
+        character is held back until a later token completes it, or shows that it is none; that
+        token begins behind it."""
         place = self._place
         self._place += len(self._reader.extend([token]))
-        text = (
-            "" if self._is_silent(token) else self._raw(token, self._begun).decode(errors="ignore")
-        )
+        if self._is_silent(token):
+            return place
+        text = self._raw(token, self._begun).decode(errors="ignore")
         return max(place, self._place - len(text)) if text else place
 
-    def _add(self, made: dict[str, list[Any]], score: TokenScore, place: int, begun: bool) -> None:
-        # The token itself is named first, and stands among the likeliest in any case: clients look
-        # it up there.
+    def _add(
+        self, entries: dict[str, list[Any]], score: TokenScore, place: int, begun: bool
+    ) -> None:
+        """Add a token's entries. The token itself is named first, and stands among the likeliest in
+        any case: clients look it up there."""
         names = self._names([score.token, *score.likeliest], begun)
         likeliest = {names[token]: logprob for token, logprob in score.likeliest.items()}
         likeliest.setdefault(names[score.token], score.logprob)
-        made["tokens"].append(names[score.token])
-        made["token_logprobs"].append(score.logprob)
-        made["top_logprobs"].append(likeliest)
-        made["text_offset"].append(place)
+        entries["tokens"].append(names[score.token])
+        entries["token_logprobs"].append(score.logprob)
+        entries["top_logprobs"].append(likeliest)
+        entries["text_offset"].append(place)
 
     def _names(self, tokens: Iterable[int], begun: bool) -> dict[int, str]:
         """Name tokens, each by a name of its own."""
         names: dict[int, str] = {}
         taken: set[str] = set()
         for token in dict.fromkeys(tokens):
-            name = f"token_id:{token}" if self._by_number else _name(self._raw(token, begun))
-            names[token] = f"token_id:{token}" if name in taken else name
-            taken.add(names[token])
+            name = _name(self._raw(token, begun))
+            if self._by_number or name in taken:
+                name = f"token_id:{token}"
+            names[token] = name
+            taken.add(name)
         return names
 
     def _raw(self, token: int, begun: bool) -> bytes:
+        """Return a token's bytes, in a text that has begun or as its first."""
         if self._table is None:
             return str(token).encode()
         return self._table.within(token) if begun else self._table.at_start(token)
 
     def _in_text(self, token: int) -> bytes:
-        """What a token adds to the answer's text: a special one nothing."""
+        """Return the bytes that a token adds to the answer's text: a special one none."""
         return b"" if self._is_silent(token) else self._raw(token, self._begun)
 
     def _is_silent(self, token: int) -> bool:
         return self._tokenizer is not None and silent(self._tokenizer, token)
 
     def _has_text(self, tokens: Iterable[int]) -> bool:
-        return self._tokenizer is None or any(
-            not silent(self._tokenizer, token) for token in tokens
-        )
+        """Say whether some tokens have text."""
+        if self._tokenizer is None:
+            return True
+        return any(not silent(self._tokenizer, token) for token in tokens)

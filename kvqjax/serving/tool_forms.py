@@ -104,18 +104,28 @@ def form_of(template: str) -> Form | None:
     its own."""
     if "tools" not in template_variables(template):
         return None
-    return next((form for form in FORMS if all(text in template for text in form.template)), None)
+    for form in FORMS:
+        if all(text in template for text in form.template):
+            return form
+    return None
 
 
 def thoughts_of(template: str) -> tuple[str, str] | None:
     """Find what begins and what ends a thought; None where a chat template knows no thoughts."""
-    return next((marks for marks in THOUGHTS if marks[1] in template), None)
+    for begin, end in THOUGHTS:
+        if end in template:
+            return begin, end
+    return None
 
 
 def marks_of(form: Form | None, thoughts: tuple[str, str] | None) -> tuple[str, ...]:
-    """List what stands in answers with calls of a form, and with thoughts."""
-    of_calls = () if form is None else (form.begin, form.end, *MARKS)
-    return tuple(mark for mark in (*of_calls, *(thoughts or ())) if mark)
+    """List the marks of answers with calls of a form, and with thoughts."""
+    marks: list[str] = []
+    if form is not None:
+        marks += [form.begin, form.end, *MARKS]
+    if thoughts is not None:
+        marks += thoughts
+    return tuple(mark for mark in marks if mark)
 
 
 @functools.lru_cache(maxsize=16)
@@ -127,8 +137,12 @@ def special_marks(tokenizer: Any, size: int, marks: tuple[str, ...]) -> dict[str
         marks: what `marks_of` gives.
     """
     vocabulary = tokenizer.get_vocab()
-    tokens = {mark: vocabulary[mark] for mark in marks if mark in vocabulary}
-    return {mark: token for mark, token in tokens.items() if silent(tokenizer, token)}
+    special = {}
+    for mark in marks:
+        token = vocabulary.get(mark)
+        if token is not None and silent(tokenizer, token):
+            special[mark] = token
+    return special
 
 
 # --- Grammars ---
@@ -136,30 +150,41 @@ def special_marks(tokenizer: Any, size: int, marks: tuple[str, ...]) -> dict[str
 
 def _literal(text: str, special: Mapping[str, int]) -> str:
     """Write a text as a part of a Lark grammar. Special tokens have no text, and go by number."""
-    pattern = "|".join(map(re.escape, special))
-    parts = re.split(f"({pattern})", text) if special else [text]
-    written = (f"<[{special[part]}]>" if part in special else json.dumps(part) for part in parts)
-    return " ".join(part for part in written if part != '""')
+    parts = [text]
+    if special:
+        pattern = "|".join(map(re.escape, special))
+        parts = re.split(f"({pattern})", text)
+    written = []
+    for part in parts:
+        if part in special:
+            written.append(f"<[{special[part]}]>")
+        elif part:
+            written.append(json.dumps(part))
+    return " ".join(written)
 
 
 def _rules(form: Form, schemas: Mapping[str, Any], special: Mapping[str, int]) -> list[str]:
-    """Write the rule of a call."""
-    rules = ["call: " + " | ".join(f"call_{number}" for number in range(len(schemas)))]
-    for number, (name, schema) in enumerate(schemas.items()):
-        before, after = form.call.split("ARGUMENTS")
-        before, arguments = before.replace("NAME", name), json_part(_closed(schema))
-        parts = (_literal(before, special), arguments, _literal(after, special))
-        rules.append(f"call_{number}: {' '.join(parts)}")
-    return rules
+    """Write the rules of a call: one that lists the tools, and one for each tool."""
+    before, after = form.call.split("ARGUMENTS")
+    names = []
+    rules = []
+    for number, (tool, schema) in enumerate(schemas.items()):
+        begin = _literal(before.replace("NAME", tool), special)
+        arguments = json_part(_closed(schema))
+        names.append(f"call_{number}")
+        rules.append(f"call_{number}: {begin} {arguments} {_literal(after, special)}")
+    return [f"call: {' | '.join(names)}", *rules]
 
 
 def _closed(schema: Mapping[str, Any]) -> dict[str, Any]:
     """Make a schema one of objects, without properties that it does not name: small models add them
     for ever."""
+    closed = {"type": "object", **schema}
     open_keys = ("additionalProperties", "patternProperties", "$ref", "anyOf", "oneOf", "allOf")
-    says_more = any(key in schema for key in open_keys)
-    more = {} if says_more else {"additionalProperties": False}
-    return {"type": "object", **schema, **more}
+    # With these keys the properties are named elsewhere, or the schema says itself what may come.
+    if not any(key in schema for key in open_keys):
+        closed["additionalProperties"] = False
+    return closed
 
 
 def _thought(end: str, special: Mapping[str, int]) -> list[str]:
@@ -193,23 +218,27 @@ def calls_grammar(
     Returns:
         The grammar, as `read_grammar` takes it.
     """
-    more = f" ({_literal(form.between, special)} call){{0,{most - 1}}}" if form.between else ""
-    calls = f"call{more if most > 1 else ''} {_literal(form.closing, special)}"
+    calls = "call"
+    if form.between and most > 1:
+        calls += f" ({_literal(form.between, special)} call){{0,{most - 1}}}"
+    calls += f" {_literal(form.closing, special)}"
     rules = [r"FREE: /(.|\n)*/", *_rules(form, schemas, special)]
     if alternative == "" and form.opening:
+        # Text up to the mark of a call, the call, and so on. Only a mark that is text needs a lazy
+        # rule: the text could go on over it.
         opening = _literal(form.opening.removeprefix(form.begin), special)
-        begin = _literal(form.begin, special)
-        name = "begin" if form.begin in special else "begin[lazy]"
         answer = f"(begin {opening} {calls})* FREE"
-        rules.append(f"{name}: FREE {begin}")
+        name = "begin" if form.begin in special else "begin[lazy]"
+        rules.append(f"{name}: FREE {_literal(form.begin, special)}")
     else:
         answer = f"{_literal(form.opening, special)} {calls}"
-        if alternative == "":  # calls have no beginning but that of an object
+        if alternative == "":
+            # Calls have no beginning but that of an object, so no text may begin like one.
             rules.append(r"TEXT: /[^{ \n](.|\n)*/")
-            answer = f"{answer} | TEXT?"
+            answer += " | TEXT?"
         elif alternative is not None:
             rules.append(f"alternative: {alternative}")
-            answer = f"{answer} | alternative"
+            answer += " | alternative"
     start = "answer"
     if thoughts is not None:
         rules += _thought(thoughts[1], special)
@@ -232,12 +261,17 @@ class Part(NamedTuple):
 
 def _values(text: str) -> Iterator[Any]:
     """Read JSON values that follow each other. Raises ValueError for anything else."""
-    decoder, place = json.JSONDecoder(), 0
+    decoder = json.JSONDecoder()
+    place = 0
     while place < len(text):
         value, place = decoder.raw_decode(text, place)
-        yield from value if isinstance(value, list) else [value]
-        blank = BETWEEN_CALLS.match(text, place)
-        place = blank.end() if blank else place
+        if isinstance(value, list):
+            yield from value
+        else:
+            yield value
+        separator = BETWEEN_CALLS.match(text, place)
+        if separator:
+            place = separator.end()
 
 
 def _typed(text: str, schema: Any) -> Any:
@@ -257,11 +291,14 @@ def _tagged(text: str, schemas: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         function = FUNCTION.match(text, place)
         if function is None:
             raise ValueError("no call")
-        name, body = function[1].strip(), function[2]
+        name = function[1].strip()
         properties = schemas.get(name, {}).get("properties")
-        properties = properties if isinstance(properties, dict) else {}
-        pairs = ((key.strip(), value) for key, value in PARAMETER.findall(body))
-        arguments = {key: _typed(value, properties.get(key)) for key, value in pairs}
+        if not isinstance(properties, dict):
+            properties = {}
+        arguments = {}
+        for key, value in PARAMETER.findall(function[2]):
+            key = key.strip()
+            arguments[key] = _typed(value, properties.get(key))
         yield {"name": name, "arguments": arguments}
         place = function.end()
 
@@ -276,17 +313,22 @@ def calls_of(text: str, schemas: Mapping[str, Any]) -> list[Part]:
     Raises:
         ValueError: it is no call of one of these tools.
     """
-    text, named = text.strip(), NAMED_CALL.fullmatch(text.strip())
-    if named is not None:
-        values: Iterator[Any] = iter([{"name": named[1], "arguments": json.loads(named[2])}])
+    text = text.strip()
+    named_call = NAMED_CALL.fullmatch(text)
+    values: Iterator[Any]
+    if named_call is not None:
+        values = iter([{"name": named_call[1], "arguments": json.loads(named_call[2])}])
+    elif text.startswith("<function="):
+        values = _tagged(text, schemas)
     else:
-        values = _tagged(text, schemas) if text.startswith("<function=") else _values(text)
+        values = _values(text)
     calls = []
     for value in values:
         fields = value if isinstance(value, dict) else {}
         name = fields.get("name")
         arguments = fields.get("arguments", fields.get("parameters"))
-        arguments = {} if arguments is None else arguments
+        if arguments is None:
+            arguments = {}
         if not isinstance(name, str) or name not in schemas or not isinstance(arguments, dict):
             raise ValueError("no call of a tool")
         written = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
@@ -322,21 +364,26 @@ class AnswerReader:
             in_thought: it begins within one.
         """
         self.calls = 0
-        self._form, self._schemas, self._most = form, schemas or {}, most
-        self._inside = "reasoning" if in_thought else "content"
+        self._form = form
+        self._schemas = schemas or {}
+        self._most = most
         self._think, self._end_of_thought = thoughts or ("", "")
         self._may_think = thoughts is not None and not in_thought
-        self._buffer = self._blank = self._mark = self._gap = ""
+        self._inside = "reasoning" if in_thought else "content"  # or "call"
+        self._buffer = ""  # text that is not decided
+        self._blank = ""  # blanks at the end of a text, which count if the text goes on
+        self._mark = ""  # what began the call
+        self._gap = ""  # blanks before the call, which count if it turns out to be content
         self._trim = in_thought  # blanks come next, which are left out
         self._has_content = False  # content has begun
         self.is_plain = form is None and thoughts is None
 
     def feed(self, text: str) -> list[Part]:
-        """Take the next piece of the answer, and give the parts that are decided."""
+        """Take the next piece of the answer, and return the parts that are decided."""
         return self._read(text, final=False)
 
     def finish(self) -> list[Part]:
-        """End the answer, and give what was held back."""
+        """End the answer, and return what was held back."""
         parts = self._read("", final=True)
         if self._inside == "content" and self._blank and not self._trim:
             parts.append(Part("content", self._blank))
@@ -355,51 +402,67 @@ class AnswerReader:
         """List the marks that change what the text is."""
         if self._inside == "reasoning":
             return [self._end_of_thought]
-        marks = [self._think] if self._thinks() else []
-        if self._form is None:
-            return marks
-        in_call = self._inside == "call" and self._form.end
-        return [*marks, self._form.end if in_call else self._form.begin]
+        marks = []
+        if self._thinks():
+            marks.append(self._think)
+        if self._form is not None and self._inside == "call" and self._form.end:
+            marks.append(self._form.end)
+        elif self._form is not None:
+            marks.append(self._form.begin)
+        return marks
 
     def _step(self, parts: list[Part], final: bool) -> bool:
         """Take off what is decided; say whether there may be more."""
         if self._inside == "content" and self._lacks_mark():
-            self._inside, self._mark = "call", ""
-            self._gap, self._blank = self._blank, ""
+            self._inside = "call"
+            self._mark = ""
+            self._gap = self._blank
+            self._blank = ""
         marks = self._marks()
-        places = [(place, mark) for mark in marks if (place := self._buffer.find(mark)) >= 0]
+        places = []
+        for mark in marks:
+            place = self._buffer.find(mark)
+            if place >= 0:
+                places.append((place, mark))
         if places:
             place, mark = min(places)
-            before, self._buffer = self._buffer[:place], self._buffer[place + len(mark) :]
+            before = self._buffer[:place]
+            self._buffer = self._buffer[place + len(mark) :]
             self._take(parts, before, mark)
             self._turn(mark)
             return True
         if self._inside == "call" and not final:
             return False
-        keep = 0 if final else beginning(self._buffer, marks)
-        before = self._buffer[: len(self._buffer) - keep]
-        self._buffer = self._buffer[len(before) :]
+        # The end of the buffer may be the beginning of a mark.
+        undecided = 0 if final else beginning(self._buffer, marks)
+        stop = len(self._buffer) - undecided
+        before = self._buffer[:stop]
+        self._buffer = self._buffer[stop:]
         self._take(parts, before, "")
         if final and self._inside == "call":
             self._inside = "content"
         return False
 
     def _thinks(self) -> bool:
-        """Whether a thought may begin: it stands before all content."""
-        may = self._may_think and self._inside == "content" and not self._has_content
-        return may and self._think.startswith(self._buffer.lstrip()[: len(self._think)])
+        """Say whether a thought may begin: it stands before all content."""
+        if not self._may_think or self._inside != "content" or self._has_content:
+            return False
+        return self._think.startswith(self._buffer.lstrip()[: len(self._think)])
 
     def _lacks_mark(self) -> bool:
-        """Whether a call without a mark begins."""
-        may = self._form is not None and self._form.may_lack_mark and not self._has_content
-        return may and self._buffer.lstrip().startswith("{")
+        """Say whether a call without a mark begins."""
+        if self._form is None or not self._form.may_lack_mark or self._has_content:
+            return False
+        return self._buffer.lstrip().startswith("{")
 
     def _turn(self, mark: str) -> None:
         """Go on behind a mark."""
         if mark == self._think:
-            self._inside, self._may_think = "reasoning", False
+            self._inside = "reasoning"
+            self._may_think = False
         elif self._form is not None and mark == self._form.begin:
-            self._inside, self._mark = "call", mark
+            self._inside = "call"
+            self._mark = mark
         else:
             self._inside = "content"
 
@@ -409,24 +472,33 @@ class AnswerReader:
             self._take_call(parts, text, mark)
             return
         text = self._blank + text
-        text = text.lstrip() if self._trim else text
+        if self._trim:
+            text = text.lstrip()
         kept = text.rstrip()
         blank = text[len(kept) :]
-        self._blank, self._gap = ("", blank) if mark else (blank, "")
+        # Before a mark blanks are left out, unless what follows is no call. Without a mark the text
+        # may go on, and then they count.
+        self._blank = "" if mark else blank
+        self._gap = blank if mark else ""
         if kept:
             parts.append(Part(self._inside, kept))
             self._has_content = self._has_content or self._inside == "content"
         self._trim = bool(mark) or (self._trim and not kept)
 
     def _take_call(self, parts: list[Part], text: str, mark: str) -> None:
+        """Add the calls of a text. A text that is no call becomes content again, with its marks."""
         try:
             calls = calls_of(text, self._schemas)
         except (ValueError, RecursionError):
             end = mark if self._form is not None and mark == self._form.end else ""
             parts.append(Part("content", f"{self._gap}{self._mark}{text}{end}"))
-            self._has_content, self._trim, self._gap = True, False, ""
+            self._has_content = True
+            self._trim = False
+            self._gap = ""
             return
-        room = len(calls) if self._most is None else self._most - self.calls
-        parts += calls[:room]
-        self.calls += len(calls[:room])
-        self._has_content = self._trim = True
+        if self._most is not None:
+            calls = calls[: self._most - self.calls]
+        parts += calls
+        self.calls += len(calls)
+        self._has_content = True
+        self._trim = True

@@ -50,7 +50,7 @@ RESERVED = frozenset({
 })  # fmt: skip
 # Of a template that takes arguments of calls as the protocol has them.
 STRINGS = re.compile(r"arguments\s+is\s+(not\s+)?string")
-OTHER_TURNS = "ZQX", "xqz"  # first turns; no conversation begins as both do
+OTHER_TURNS = ("ZQX", "xqz")  # first turns; no conversation begins as both do
 TOOLS_TEXT = """# Tools
 
 These functions can be called. Every line between the tags describes one, with a JSON schema of its arguments:
@@ -81,13 +81,16 @@ class ToolUse:
 
     @property
     def strict_tools(self) -> set[str]:
-        """The names of the tools whose calls are bound in any case."""
-        functions = [tool["function"] for tool in self.tools]
-        return {function["name"] for function in functions if function.get("strict")}
+        """Names of the tools whose calls are bound in any case."""
+        names = set()
+        for tool in self.tools:
+            if tool["function"].get("strict"):
+                names.add(tool["function"]["name"])
+        return names
 
     @property
     def schemas(self) -> dict[str, dict[str, Any]]:
-        """The schema of each tool's arguments."""
+        """Schemas of the tools' arguments, by name."""
         functions = [tool["function"] for tool in self.tools]
         return {function["name"]: function["parameters"] for function in functions}
 
@@ -111,21 +114,20 @@ def read_tools(
     for name in names:
         if names.count(name) > 1:
             raise _refused(f"two tools have the name {name!r}")
-    kind = choice.get("type") if isinstance(choice, dict) else choice
-    target = _chosen(choice) if kind == "function" else None
-    if target is None and choice is not None and choice not in CHOICES:
+    target = None
+    if isinstance(choice, dict) and choice.get("type") == "function":
+        target = _chosen(choice)
+    elif choice is not None and choice not in CHOICES:
         wanted = 'none, auto, required or {"type": "function", "function": {"name": ...}}'
         raise _refused(f"tool_choice={named(choice)}; wanted {wanted}", "tool_choice")
     must_call = target is not None or choice == "required"
     if must_call and not names:
         raise _refused("tool_choice needs tools", "tool_choice")
     if target is not None and target not in names:
-        raise _refused(
-            f"tool_choice names {target[:80]!r}, which is none of the tools", "tool_choice"
-        )
-    offered = () if choice == "none" else tuple(checked)
+        cause = f"tool_choice names {target[:80]!r}, which is none of the tools"
+        raise _refused(cause, "tool_choice")
     return ToolUse(
-        tools=offered,
+        tools=() if choice == "none" else tuple(checked),
         must_call=must_call,
         named_tool=target,
         parallel=parallel,
@@ -147,7 +149,7 @@ def _chosen(choice: Mapping[str, Any]) -> str:
 
 
 def _tool(number: int, tool: Any) -> dict[str, Any]:
-    """Give a tool with all of the fields that templates read."""
+    """Check a tool, and add the fields that templates read."""
     function = tool.get("function") if isinstance(tool, dict) else None
     if not isinstance(function, dict) or tool.get("type") != "function":
         raise _refused(f'tool {number} is no {{"type": "function", "function": {{...}}}}')
@@ -161,7 +163,8 @@ def _tool(number: int, tool: Any) -> dict[str, Any]:
     if not isinstance(function.get("strict"), bool | None):
         raise _refused(f"strict of tool {name!r} is neither true nor false")
     schema = function.get("parameters")
-    schema = {"type": "object", "properties": {}} if schema is None else schema
+    if schema is None:
+        schema = {"type": "object", "properties": {}}
     if not isinstance(schema, dict) or schema.get("type", "object") != "object":
         raise _refused(f"the parameters of tool {name!r} are no JSON schema of an object")
     try:
@@ -196,7 +199,8 @@ def with_calls(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
             raise _refused(f"the tool_calls of message {number} are no list", "messages")
         if calls:
             message["tool_calls"] = [_earlier_call(number, call) for call in calls]
-            names |= {call["id"]: call["function"]["name"] for call in message["tool_calls"]}
+            for call in message["tool_calls"]:
+                names[call["id"]] = call["function"]["name"]
         if message["role"] == "tool":
             target = message.get("tool_call_id")
             if not isinstance(target, str):
@@ -210,10 +214,14 @@ def with_calls(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _earlier_call(number: int, call: Any) -> dict[str, Any]:
+    """Check a call of message `number`. Its arguments, a string in the protocol, become an
+    object."""
     fields = call if isinstance(call, dict) else {}
     function = fields.get("function")
-    function = function if isinstance(function, dict) else {}
-    target, name = fields.get("id"), function.get("name")
+    if not isinstance(function, dict):
+        function = {}
+    target = fields.get("id")
+    name = function.get("name")
     if not isinstance(target, str) or not isinstance(name, str):
         cause = f"a call of message {number} lacks id or function.name, a string each"
         raise _refused(cause, "messages")
@@ -238,7 +246,7 @@ def _object(text: str) -> dict[str, Any]:
 
 
 def _template(model: Model, use: ToolUse) -> str:
-    """Give the chat template that renders a conversation; "" where there is none."""
+    """Return the chat template that renders a conversation; "" where there is none."""
     if not model.has_tokenizer or not has_chat_template(model):
         return ""
     try:
@@ -250,7 +258,7 @@ def _template(model: Model, use: ToolUse) -> str:
 def chat_ids(
     model: Model, messages: Sequence[dict[str, Any]], use: ToolUse, end: str, most: int | None
 ) -> list[int]:
-    """Give the token ids of a conversation in which tools may be called.
+    """Encode a conversation in which tools may be called.
 
     Args:
         model: that answers.
@@ -258,6 +266,9 @@ def chat_ids(
         use: what the request says of tools.
         end: as in `conversation_ids`.
         most: as in `Model.encode`.
+
+    Returns:
+        The token ids.
 
     Raises:
         UserError: the template refuses these messages, or they do not fit.
@@ -272,7 +283,7 @@ def chat_ids(
 def tools_text(
     model: Model, messages: Sequence[dict[str, Any]], use: ToolUse, end: str = "answer"
 ) -> str:
-    """Give the text of which `chat_ids` gives the ids, of a model with a chat template."""
+    """Write the text whose ids `chat_ids` returns, of a model with a chat template."""
 
     def written(conversation: Sequence[dict[str, Any]], variables: Mapping[str, Any]) -> str:
         return chat_text(model, conversation, end, **variables)
@@ -318,18 +329,21 @@ def ids_before_turns(
         How many ids it has in common with conversations whose first turns begin otherwise; the
         first ones of a text in any case, on which attention rests (`KEPT_FIRST`).
     """
-    system = [message for message in messages[:1] if message["role"] == "system"]
+    has_system = messages[:1] and messages[0]["role"] == "system"
+    system = messages[:1] if has_system else []
     common = len(ids)
     for words in OTHER_TURNS:
         other = [*system, {"role": "user", "content": words}]
-        common = min(common, agreeing(ids, chat_ids(model, other, use, end, None)))
+        other_ids = chat_ids(model, other, use, end, None)
+        common = min(common, agreeing(ids, other_ids))
     return max(KEPT_FIRST, common)
 
 
 def _ways(
     model: Model, messages: Sequence[dict[str, Any]], use: ToolUse
 ) -> Iterator[tuple[list[dict[str, Any]], dict[str, Any]]]:
-    """Give the ways in which a template may take a conversation, the best one first."""
+    """Yield the ways in which a template may take a conversation, the best one first: messages,
+    and variables of the template."""
     with_history = any("tool_calls" in message or message["role"] == "tool" for message in messages)
     if not use.tools and not with_history:
         yield list(messages), {}
@@ -338,18 +352,21 @@ def _ways(
     form = form_of(template)
     if form is not None:
         variables = {"tools": list(use.tools)} if use.tools else {}
-        mistral = form.begin == MISTRAL.begin
-        objects = [_with_short_ids(message) if mistral else message for message in messages]
+        objects = list(messages)
+        if form.begin == MISTRAL.begin:
+            objects = [_with_short_ids(message) for message in messages]
         strings = [_with_strings(message) for message in objects]
         # Templates that take both do not always write an object well.
-        for conversation in (strings, objects) if STRINGS.search(template) else (objects, strings):
-            yield conversation, variables
+        takes_strings = STRINGS.search(template)
+        yield (strings if takes_strings else objects), variables
+        yield (objects if takes_strings else strings), variables
         return
     conversation = _as_text(messages)
     if not use.tools:
         yield conversation, {}
         return
-    text = TOOLS_TEXT.format(tools="\n".join(map(_dumped, use.tools)))
+    lines = [_dumped(tool) for tool in use.tools]
+    text = TOOLS_TEXT.format(tools="\n".join(lines))
     for role in ("system", "user"):  # some templates refuse system messages
         yield _with_text(conversation, role, text), {}
 
@@ -358,25 +375,32 @@ def _dumped(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
-def _changed_calls(message: dict[str, Any], change: Any) -> dict[str, Any]:
+def _changed_calls(message: dict[str, Any], change: Callable[[dict], dict]) -> dict[str, Any]:
     calls = message.get("tool_calls")
-    return message if calls is None else {**message, "tool_calls": [change(call) for call in calls]}
+    if calls is None:
+        return message
+    return {**message, "tool_calls": [change(call) for call in calls]}
 
 
 def _with_short_ids(message: dict[str, Any]) -> dict[str, Any]:
-    """Give ids of other servers the length that Mistral's templates want."""
+    """Replace ids of other servers by ids of the length that Mistral's templates want."""
 
     def short(given: str) -> str:
-        suits = len(given) == ID_LENGTH and given.isalnum()
-        return given if suits else hashlib.sha256(given.encode()).hexdigest()[:ID_LENGTH]
+        if len(given) == ID_LENGTH and given.isalnum():
+            return given
+        # A hash, so that a call and the answer to it keep the same id.
+        return hashlib.sha256(given.encode()).hexdigest()[:ID_LENGTH]
+
+    def shortened(call: dict[str, Any]) -> dict[str, Any]:
+        return {**call, "id": short(call["id"])}
 
     if message["role"] == "tool":
         message = {**message, "tool_call_id": short(message["tool_call_id"])}
-    return _changed_calls(message, lambda call: {**call, "id": short(call["id"])})
+    return _changed_calls(message, shortened)
 
 
 def _with_strings(message: dict[str, Any]) -> dict[str, Any]:
-    """Give the arguments of calls as strings."""
+    """Write the arguments of calls as strings."""
 
     def written(call: dict[str, Any]) -> dict[str, Any]:
         arguments = _dumped(call["function"]["arguments"])
@@ -388,32 +412,38 @@ def _with_strings(message: dict[str, Any]) -> dict[str, Any]:
 def _as_text(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Write calls, and the answers to them, as texts of the assistant and of the user."""
     conversation: list[dict[str, Any]] = []
-    answered = False  # the message before has a tool's answer
+    joins_before = False  # the message before is a user's, and begins with a tool's answer
     for message in messages:
         calls = [call["function"] for call in message.get("tool_calls", ())]
         content = message["content"]
         if calls:
             parts = [f"<tool_call>\n{_dumped(call)}\n</tool_call>" for call in calls]
-            content = "\n".join([content, *parts] if content else parts)
-        is_answer = message["role"] == "tool"
+            if content:
+                parts.insert(0, content)
+            content = "\n".join(parts)
+        role = message["role"]
+        is_answer = role == "tool"
         if is_answer:
+            role = "user"
             content = f"<tool_response>\n{content}\n</tool_response>"
-        role = "user" if is_answer else message["role"]
         # Many templates refuse two messages of one role.
-        if answered and role == "user":
+        joins_before = joins_before and role == "user"
+        if joins_before:
             content = f"{conversation.pop()['content']}\n{content}"
         kept = {key: value for key, value in message.items() if not key.startswith("tool_call")}
         conversation.append({**kept, "role": role, "content": content})
-        answered = is_answer or (answered and role == "user")
+        joins_before = joins_before or is_answer
     return conversation
 
 
 def _with_text(messages: Sequence[dict[str, Any]], role: str, text: str) -> list[dict[str, Any]]:
     """Put a text into the first message of a role, by default a new one at the beginning."""
-    first = next((place for place, message in enumerate(messages) if message["role"] == role), None)
-    if first is None:
+    roles = [message["role"] for message in messages]
+    if role not in roles:
         return [{"role": role, "content": text}, *messages]
+    first = roles.index(role)
     content = messages[first]["content"]
+    # The tools come behind the words of a system message, and before a user's question.
     joined = f"{content}\n\n{text}" if role == "system" else f"{text}\n\n{content}"
     changed = {**messages[first], "content": joined.strip()}
     return [*messages[:first], changed, *messages[first + 1 :]]
@@ -435,12 +465,19 @@ class _Ways(NamedTuple):
 
 
 def _ways_of(model: Model, use: ToolUse, bound: bool, ids: Sequence[int]) -> _Ways:
+    """Find what an answer may have. `bound`: the client asks for a grammar."""
     template = _template(model, use)
-    form = (form_of(template) or HERMES) if use.tools else None
-    # A form that a client asks for binds the first token already.
-    thoughts = None if bound and form is None else thoughts_of(template)
-    tail = decoded(model.tokenizer, ids[-TAIL:], False) if thoughts else ""
-    in_thought = thoughts is not None and tail.rstrip().endswith(thoughts[0])
+    form = None
+    if use.tools:
+        form = form_of(template) or HERMES
+    thoughts = None
+    in_thought = False
+    # A form that a client asks for binds the first token already: no thought may come before.
+    if form is not None or not bound:
+        thoughts = thoughts_of(template)
+    if thoughts is not None:
+        tail = decoded(model.tokenizer, ids[-TAIL:], False)
+        in_thought = tail.rstrip().endswith(thoughts[0])
     marks = marks_of(form, thoughts)
     special = special_marks(model.tokenizer, len(model.tokenizer), marks) if marks else {}
     return _Ways(form, thoughts, in_thought, special)
@@ -465,39 +502,51 @@ def answer_options(
     """
     grammar = options.get("grammar")
     ways = _ways_of(model, use, grammar is not None, ids)
-    made: dict[str, Any] = {"shown_tokens": sorted(ways.special.values())}
-    if ways.form is None or not (use.must_call or use.strict_tools or grammar is not None):
-        return made
-    schemas, alternative = use.schemas, None
+    engine_options: dict[str, Any] = {"shown_tokens": sorted(ways.special.values())}
+    is_bound = use.must_call or use.strict_tools or grammar is not None
+    if ways.form is None or not is_bound:
+        return engine_options
+    schemas = use.schemas
+    alternative = None  # to calls, as `calls_grammar` takes it
     if use.named_tool is not None:
         schemas = {use.named_tool: schemas[use.named_tool]}
     elif not use.must_call and grammar is not None:
         alternative = json_part({"type": "object"} if grammar == JSON else grammar)
     elif not use.must_call:
-        anything = {"type": "object", "additionalProperties": True}
-        free = schemas.keys() - use.strict_tools
-        schemas, alternative = schemas | dict.fromkeys(free, anything), ""
+        # Only strict tools bind their calls here; the others take any object.
+        alternative = ""
+        for name in schemas.keys() - use.strict_tools:
+            schemas[name] = {"type": "object", "additionalProperties": True}
     for name, schema in schemas.items():
         try:
             check_grammar(model, f"{SCHEMA}:{json.dumps(schema)}")
         except UserError as error:
             raise _refused(f"tool {name!r}: {error.cause}") from None
-    most = 1 if use.named_tool is not None or not use.parallel else MOST_CALLS
-    about: dict[str, Any] = {"most": most, "thoughts": ways.thoughts, "in_thought": ways.in_thought}
-    made["grammar"] = calls_grammar(
-        ways.form, schemas, ways.special, alternative=alternative, **about
+    has_one_call = use.named_tool is not None or not use.parallel
+    engine_options["grammar"] = calls_grammar(
+        ways.form,
+        schemas,
+        ways.special,
+        most=1 if has_one_call else MOST_CALLS,
+        thoughts=ways.thoughts,
+        in_thought=ways.in_thought,
+        alternative=alternative,
     )
-    return made
+    return engine_options
 
 
 def answer_reader(
     model: Model, use: ToolUse, options: Mapping[str, Any], ids: Sequence[int]
 ) -> AnswerReader:
-    """Make what takes an answer apart; the arguments are those of `answer_options`."""
+    """Make the reader that takes an answer apart; the arguments are those of `answer_options`."""
     ways = _ways_of(model, use, options.get("grammar") is not None, ids)
-    most = None if use.parallel else 1
-    about = {"thoughts": ways.thoughts, "in_thought": ways.in_thought}
-    return AnswerReader(ways.form, use.schemas, most=most, **about)
+    return AnswerReader(
+        ways.form,
+        use.schemas,
+        most=None if use.parallel else 1,
+        thoughts=ways.thoughts,
+        in_thought=ways.in_thought,
+    )
 
 
 def _call_object(part: Part) -> dict[str, Any]:
@@ -523,11 +572,13 @@ def message_of(reader: AnswerReader, text: str) -> dict[str, Any]:
 
 
 def deltas_of(reader: AnswerReader, parts: Sequence[Part]) -> Iterator[dict[str, Any]]:
-    """Make what a stream says of the parts that a reader has given last."""
+    """Yield the pieces of a stream's message for the parts that a reader has returned last."""
     index = reader.calls - sum(part.kind == "call" for part in parts)
     for part in parts:
         if part.kind == "call":
             yield {"tool_calls": [{"index": index, **_call_object(part)}]}
             index += 1
+        elif part.kind == "reasoning":
+            yield {"reasoning_content": part.text}
         else:
-            yield {"reasoning_content" if part.kind == "reasoning" else "content": part.text}
+            yield {"content": part.text}

@@ -8,6 +8,7 @@
 Sources of a recurrent layer are the vectors of a token that its rule takes in
 (kvqjax/model/recurrent.py, `GIVEN`). No cache stores them."""
 
+import operator
 from typing import Any, NamedTuple
 
 import jax
@@ -32,14 +33,14 @@ class Carried(NamedTuple):
         kept: The states of all recurrent layers, or the sources of the new tokens. Those of layers
             that have run are new.
         finite_count: How many tokens of each row come before the first that is not finite in any of
-        these layers."""
+            these layers."""
 
     kept: Stacks
     finite_count: Int[Array, " B"]
 
 
 class Recurrence(NamedTuple):
-    """What the recurrent layers of one call share.
+    """The arguments that the recurrent layers of one call share.
 
     Attributes:
         model: The model.
@@ -55,12 +56,12 @@ class Recurrence(NamedTuple):
     chunk: int = 0
 
     def first(self, length: int) -> Carried:
-        """Make what enters the first layer of a call with `length` new tokens."""
+        """Make the arrays that enter the first layer of a call with `length` new tokens."""
         finite_count = jnp.full_like(self.counts, length)
         shape = self.model.config.recurrent
         if shape is None or not self.sources:
             return Carried(self.cache.states, finite_count)
-        widths = shape.widths | dict.fromkeys(("decay", "beta"), shape.value_heads)
+        widths = {**shape.widths, "decay": shape.value_heads, "beta": shape.value_heads}
 
         def blank(state: dict) -> dict:
             """Make room for the sources of the layers whose state this is: [layers, B, T, width] by
@@ -68,7 +69,8 @@ class Recurrence(NamedTuple):
             lead = (*state["delta"].shape[:2], length)
             return {name: jnp.zeros((*lead, widths[name]), jnp.float32) for name in GIVEN}
 
-        return Carried(tuple(map(blank, self.cache.states)), finite_count)
+        sources = tuple(blank(state) for state in self.cache.states)
+        return Carried(sources, finite_count)
 
     def before(
         self, index: Int[Array, ""] | int, h: Float[Array, "B T E"], carried: Carried
@@ -83,7 +85,8 @@ class Recurrence(NamedTuple):
 
         Returns:
             (the hidden states after these layers, what is carried on)."""
-        params, config = self.model.params, self.model.config
+        params = self.model.params
+        config = self.model.config
         run = self._by_chunks if self.chunk else self._at_once
 
         def step(number, loop):
@@ -92,9 +95,8 @@ class Recurrence(NamedTuple):
             # `kept` holds the states before the call too, as long as it does not hold sources.
             state = _read(self.cache.states if self.sources else kept, number)
             h, new, finite = run(weights, h, state)
-            return h, Carried(
-                _written(kept, number, new), jnp.minimum(finite_count, leading(finite))
-            )
+            kept = _written(kept, number, new)
+            return h, Carried(kept, jnp.minimum(finite_count, leading(finite)))
 
         return decoder.over_recurrent(params, config, index, step, (h, carried))
 
@@ -104,14 +106,16 @@ class Recurrence(NamedTuple):
         """Run one layer over all new tokens: (its output, what is kept, which tokens are
         finite)."""
         result = decoder.recur(weights, h, state, self.counts, self.model.config)
-        return result.h, result.new if self.sources else result.state, result.finite
+        kept = result.new if self.sources else result.state
+        return result.h, kept, result.finite
 
     def _by_chunks(
         self, weights, h: Float[Array, "B T E"], state
     ) -> tuple[Float[Array, "B T E"], dict, Bool[Array, "B T"]]:
         """Run one layer over a prompt, a chunk after the other. A chunk's output takes the place of
         its input."""
-        size, length = self.chunk, h.shape[1]
+        size = self.chunk
+        length = h.shape[1]
 
         def step(loop, start):
             h, state, broken = loop
@@ -120,13 +124,10 @@ class Recurrence(NamedTuple):
             # `broken` marks the rows that had a token which is not finite in an earlier chunk.
             result = decoder.recur(weights, part, state, counts, self.model.config, broken)
             broken = broken | (~result.finite & (jnp.arange(size)[None] < counts[:, None])).any(1)
-            return (
-                jax.lax.dynamic_update_slice_in_dim(h, result.h, start, 1),
-                result.state,
-                broken,
-            ), result.finite
+            h = jax.lax.dynamic_update_slice_in_dim(h, result.h, start, 1)
+            return (h, result.state, broken), result.finite
 
-        loop = h, state, jnp.zeros_like(self.counts, bool)
+        loop = (h, state, jnp.zeros_like(self.counts, bool))
         (h, state, _), finite = jax.lax.scan(step, loop, jnp.arange(0, length, size))
         # `finite` is [chunks, B, size].
         return h, state, jnp.moveaxis(finite, 0, 1).reshape(h.shape[0], length)
@@ -135,11 +136,17 @@ class Recurrence(NamedTuple):
 def _read(stacks: Stacks, number: Int[Array, ""] | int) -> dict:
     """Cut the arrays of recurrent layer `number` out of those of all such layers."""
     if len(stacks) > 1 and not isinstance(number, jax.core.Tracer):
-        return jax.tree.map(lambda x: x[0], stacks[number])
+        return jax.tree.map(operator.itemgetter(0), stacks[number])
     # A traced number and several stacks: weights are stacked, and the cache's layers are not. That
     # copies all states. A user has to ask for such a cache.
-    stack = stacks[0] if len(stacks) == 1 else jax.tree.map(lambda *x: jnp.concatenate(x), *stacks)
-    return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, number, keepdims=False), stack)
+    stack = stacks[0]
+    if len(stacks) > 1:
+        stack = jax.tree.map(lambda *parts: jnp.concatenate(parts), *stacks)
+
+    def cut(x):
+        return jax.lax.dynamic_index_in_dim(x, number, keepdims=False)
+
+    return jax.tree.map(cut, stack)
 
 
 def _written(stacks: Stacks, number: Int[Array, ""] | int, new: dict) -> Stacks:
@@ -155,8 +162,12 @@ def _written(stacks: Stacks, number: Int[Array, ""] | int, new: dict) -> Stacks:
         return tuple(single if index == number else stack for index, stack in enumerate(stacks))
 
     def chosen(index: int, stack: dict) -> dict:
-        """Give the new arrays where `index` is the layer, else the old ones."""
-        return jax.tree.map(lambda x, part: jnp.where(index == number, part[None], x), stack, new)
+        """Choose the new arrays where `index` is the layer, else the old ones."""
+
+        def choose(x, part):
+            return jnp.where(index == number, part[None], x)
+
+        return jax.tree.map(choose, stack, new)
 
     return tuple(chosen(index, stack) for index, stack in enumerate(stacks))
 
@@ -174,7 +185,8 @@ def after_commit(model: Model, cache: Cache, new_cache: Cache, pending: Stacks) 
         `new_cache` with the states, and `finite`, after the tokens that it holds beyond those of
         `cache`.
     """
-    shape, counts = model.config.recurrent, new_cache.lengths - cache.lengths
+    shape = model.config.recurrent
+    counts = new_cache.lengths - cache.lengths
     if shape is None or not cache.states:
         return new_cache
     finite_count = leading(found_finite(jnp.float32, *pending))
@@ -185,13 +197,12 @@ def after_commit(model: Model, cache: Cache, new_cache: Cache, pending: Stacks) 
         _, state = advance(weights, _read(states, number), new, counts, shape)
         return _written(states, number, state)
 
-    states, layers = cache.states, len(shape.layers)
+    states = cache.states
+    layers = len(shape.layers)
     if is_unrolled(model.params):
         for number in range(layers):
             states = step(number, states)
     else:
         states = jax.lax.fori_loop(0, layers, step, states)
-    return new_cache.replace(
-        states=states,
-        finite=jnp.minimum(new_cache.finite, finite_tokens(cache, finite_count, counts)),
-    )
+    finite = jnp.minimum(new_cache.finite, finite_tokens(cache, finite_count, counts))
+    return new_cache.replace(states=states, finite=finite)

@@ -272,11 +272,13 @@ def test_a_divergence_that_no_axis_can_show_is_named_below_it(kind, wrong, tmp_p
 
 def test_cells_have_numbers_and_one_colour_bar():
     row = {"mode": "m", "task": "kv", "length": 64, "by_depth": [1.0, 0.25]}
-    figure = drawn("retrieval", [row | {"cache": cache} for cache in ("exact", "kivi:bits=2")])
+    # Four panels leave two places of their grid empty.
+    caches = ("exact", "kivi:bits=2", "kivi", "klt:bits=2")
+    figure = drawn("retrieval", [row | {"cache": cache} for cache in caches])
     *panels, bar = figure.axes
-    assert [text.get_text() for axes in panels for text in axes.texts] == ["1.0", "0.25"] * 2
+    assert [text.get_text() for axes in panels for text in axes.texts] == ["1.0", "0.25"] * 4
     assert bar.get_ylabel() == "share of answers right"
-    assert panels[0].get_xlabel().endswith("(%)")
+    assert panels[-1].get_xlabel().endswith("(%)")
     assert panels[0].get_ylabel().endswith("(tokens)")
 
 

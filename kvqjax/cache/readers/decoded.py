@@ -9,6 +9,7 @@ whole spans. Spans are taken where the rows are promised to hold fewer tokens to
 log-sum-exp."""
 
 import math
+import operator
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -82,12 +83,12 @@ def attend_decoded(call: BodyCall, carry: Carry) -> tuple[Partial, Carry]:
 
     Returns:
         (attention to the body, the carry of this layer)."""
-    run, (batch, length, heads, _) = call.view.run, call.q.shape
+    run = call.view.run
     if not run.wiring.chain.carry:
         return _attend_parts(call, {}), carry
-    carry = _carry_through(
-        call.view, call.tokens, few_block(run, batch, length * heads), carry, call.q
-    )
+    batch, length, heads, _ = call.q.shape
+    size = few_block(run, batch, length * heads)
+    carry = _carry_through(call.view, call.tokens, size, carry, call.q)
     return _attend_parts(call, carry), carry
 
 
@@ -97,17 +98,23 @@ def _attend_parts(call: BodyCall, carry: Carry) -> Partial:
     # product of them and of the body, and copy all of the carry for it.
     if carry:
         call = call._replace(view=call.view._replace(weights=kept_apart(call.view.weights)))
-    view, tokens, q = call.view, call.tokens, call.q
+    view = call.view
+    q = call.q
     constants = view.run.wiring.maps.prepare(view.constants)
-    spans = None if carry else _spans(view, tokens, q.shape[0])
-    parts = _parts(view, tokens, q.shape[0]) if spans is None else spans.parts
+    batch = q.shape[0]
+    spans = None if carry else _spans(view, call.tokens, batch)
+    parts = _parts(view, call.tokens, batch) if spans is None else spans.parts
     call = call._replace(q=scaled(q))
-    partial = _attend_in_turn(
-        lambda part, after: _attend_part(call, constants, part, carry, after), parts, q
-    )
+
+    def attend(part: Part, after) -> Partial:
+        return _attend_part(call, constants, part, carry, after)
+
+    partial = _attend_in_turn(attend, parts, q)
     if spans is None:
         return Partial(combined(partial.lse, partial.out), jax.nn.logsumexp(partial.lse, axis=0))
-    return _by_rows(Partial(*(x.reshape(-1, *x.shape[2:]) for x in partial)), spans)
+    # [P, n, ..] -> all spans in one axis
+    by_span = Partial(*(x.reshape(-1, *x.shape[2:]) for x in partial))
+    return _by_rows(by_span, spans)
 
 
 def _attend_in_turn(attend: Callable[[Part, Array], Partial], parts: Part, q) -> Partial:
@@ -121,14 +128,18 @@ def _attend_in_turn(attend: Callable[[Part, Array], Partial], parts: Part, q) ->
     count = parts.mask.shape[0]
 
     def part(j):
-        return jax.tree.map(lambda x: x[j], parts)
+        return jax.tree.map(operator.itemgetter(j), parts)
 
     if count == 1:
         return jax.tree.map(lambda x: x[None], attend(part(0), q))
 
     def step(j, partials):
         new = attend(part(j), partials.out)
-        return jax.tree.map(lambda x, y: put_at(x, y[None], (j, *[0] * y.ndim)), partials, new)
+
+        def put(of_parts, x):
+            return put_at(of_parts, x[None], (j, *[0] * x.ndim))
+
+        return jax.tree.map(put, partials, new)
 
     shapes = jax.eval_shape(attend, part(0), q)
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct((count, *x.shape), x.dtype), shapes)
@@ -153,28 +164,30 @@ def _attend_part(call: BodyCall, constants, part: Part, carry: Carry, after) -> 
     of the few queries in the kernel that decodes the keys would spare these bytes. An H100 took six
     times as long for that.
     """
-    q, view, shared = call.q, call.view, call.shared
-    run, size, dtype = view.run, part.positions.shape[-1], call.q.dtype
+    q = call.q
+    view = call.view
+    shared = call.shared
+    run = view.run
+    size = part.positions.shape[-1]
+    dtype = q.dtype
     # Queries that take the keys' transform between heads meet the keys of all heads. A product then
     # has K times the query rows, with K KV heads. A GPU's matrix units would pad few rows to about
     # that number.
-    mixed = run.wiring.fast.mixed if q.shape[1] * q.shape[2] <= MOST_ROWS and not carry else None
+    is_few = q.shape[1] * q.shape[2] <= MOST_ROWS
+    mixed = run.wiring.fast.mixed if is_few and not carry else None
     if part.rows is not None:
         q = q[part.rows]
 
     def decode_part(after):
         """Decode the part once `after` has been computed: (payload, sources, (keys, values))."""
         if carry:
-            payload, sources = (
-                {},
-                {name: cut_along(c, part.first, size, 1) for name, c in carry.items()},
-            )
+            payload = {}
+            sources = {name: cut_along(x, part.first, size, 1) for name, x in carry.items()}
         else:
             payload = _payload(view, part, after)
             sources, _ = run.wiring.maps.decode(constants, payload, {})
-            if (
-                mixed is not None
-            ):  # nothing uses the decoded keys then, so that XLA leaves their decoding out
+            if mixed is not None:
+                # Nothing uses the decoded keys then, so that XLA leaves their decoding out.
                 sources = sources | {"k": mixed.read(payload["k"])}
         sources = {name: saturated(x, view.new[name].dtype) for name, x in sources.items()}
         return payload, sources, expanded(view, sources, part.positions, body=True)
@@ -182,7 +195,7 @@ def _attend_part(call: BodyCall, constants, part: Part, carry: Carry, after) -> 
     def scores(rows, _):
         """Compute the scores of query rows [B, K, X, D], as `Direct.scores`: one plane [B, K, X,
         size]."""
-        k = decode_part(after)[2][0]
+        _, _, (k, _) = decode_part(after)
         if mixed is not None:
             rows = all_lanes(rows[:, :, :, None], mixed.mix).reshape(*rows.shape[:3], -1)
             k = row_major(k.reshape(*k.shape[:2], -1))
@@ -195,9 +208,8 @@ def _attend_part(call: BodyCall, constants, part: Part, carry: Carry, after) -> 
         # The part is decoded anew, not before the weights have been computed.
         payload, sources, (_, v) = decode_part(weights[0])
         if shared is not None:
-            v = saturated(
-                shared.read(view.weights, view.constants, payload, sources)[:, :, None], dtype
-            )
+            shared_values = shared.read(view.weights, view.constants, payload, sources)
+            v = saturated(shared_values[:, :, None], dtype)
         # Values that heads share are those of a single head, so that the query rows of all heads
         # are its rows.
         rows = weights[0].astype(dtype).reshape(v.shape[0], v.shape[2], -1, v.shape[1])
@@ -212,31 +224,34 @@ def _attend_part(call: BodyCall, constants, part: Part, carry: Carry, after) -> 
 
 def _payload(view: LayerView, part: Part, after: Array) -> dict:
     """Read and unpack a part's tokens, not before `after` has been computed."""
-    run, size = view.run, part.positions.shape[-1]
+    run = view.run
+    size = part.positions.shape[-1]
     if part.rows is None:
-        state, slot = _read_after(run, view.state, after, size), known_after(after, part.first)
+        state = _read_after(run, view.state, after, size)
+        slot = known_after(after, part.first)
         return payload_of(run, state, view.layer, slot, size)
-    first, slots = depending_on(after, part.first), run.slots_here
-    body = {
-        source: {
-            name: field.packing.spans(
-                view.state.body[source][name], slots, view.layer, part.rows, first, size
+    first = depending_on(after, part.first)
+    body: dict = {}
+    for source, codec in run.wiring.storage.codecs.items():
+        body[source] = {}
+        for name, field in codec.fields.items():
+            stored = view.state.body[source][name]
+            body[source][name] = field.packing.spans(
+                stored, run.slots_here, view.layer, part.rows, first, size
             )
-            for name, field in codec.fields.items()
-        }
-        for source, codec in run.wiring.storage.codecs.items()
-    }
     return payload_of(run, view.state.replace(body=body), 0, 0, size)
 
 
 def _read_after(run: RunLayout, state: Run, after: Array, size: int) -> Run:
-    """Give `state`, whose body is read `size` tokens at a time, and not before `after` has been
+    """Return `state`, whose body is read `size` tokens at a time, and not before `after` has been
     computed.
 
     A slice of a part waits because its first slot is made to depend on `after` (`known_after`). A
     slice of the whole body has no first slot that XLA must know. Then the body itself is made to
     depend on `after`."""
-    return state if size < run.slots_here else state.replace(body=depending_on(after, state.body))
+    if size < run.slots_here:
+        return state
+    return state.replace(body=depending_on(after, state.body))
 
 
 def _parts(view: LayerView, tokens: NewTokens, batch: int) -> Part:
@@ -254,7 +269,11 @@ def _parts(view: LayerView, tokens: NewTokens, batch: int) -> Part:
     first = jnp.minimum(start, blocks * run.block - size)
     positions, valid = body_view(view, tokens).places(0, blocks * run.block)
     mask = seen(view, tokens, positions, valid)
-    cut = jax.vmap(lambda x, slot: cut_along(x, slot, size, x.ndim - 1), (None, 0))
+
+    def cut_part(x, slot):
+        return cut_along(x, slot, size, x.ndim - 1)
+
+    cut = jax.vmap(cut_part, (None, 0))
     # False for the slots of the last part that the part before it has.
     in_part = first[:, None] + jnp.arange(size)[None] >= start[:, None]
     return Part(first, cut(positions, first), cut(mask, first) & in_part[:, None, None])
@@ -277,18 +296,20 @@ class Spans(NamedTuple):
 
 
 def _spans(view: LayerView, tokens: NewTokens, batch: int) -> Spans | None:
-    """Cut a body into spans of what its rows hold. None where that is no less than the same slots
-    of every row.
+    """Cut the tokens that rows hold into spans. None where that is no less than the same slots of
+    every row.
 
-    How many spans there are is static: as many as rows that keep the promise (`LengthBound`) can
-    have."""
+    The number of spans is static: the most that rows can have which keep the promise
+    (`LengthBound`)."""
     run = view.run
     if view.bound is None or view.bound.total is None:
         return None
     blocks = run.slots_here // run.block
     # The largest span of whole blocks that divides the body.
-    most_blocks = max(1, MOST_SPAN // run.block)
-    size = run.block * max(n for n in range(1, most_blocks + 1) if blocks % n == 0)
+    span_blocks = max(1, MOST_SPAN // run.block)
+    while blocks % span_blocks:
+        span_blocks -= 1
+    size = run.block * span_blocks
     row_spans = min(-(-reached(view) // size), run.slots_here // size)
     # Each row's last span may be filled in part, so that a span for every row is added.
     span_count = -(-min(view.bound.total, run.slots_here * batch) // size) + batch
@@ -313,9 +334,11 @@ def _spans(view: LayerView, tokens: NewTokens, batch: int) -> Spans | None:
         """Cut the last axis of an array into spans: [B, .., row_spans * size] to [P, n, ..,
         size]."""
         shape = (1, *x.shape[1:-1], size)
-        spans = jax.vmap(lambda row, slot: cut_at(x, (row, *[0] * (x.ndim - 2), slot), shape)[0])(
-            rows, first
-        )
+
+        def cut_span(row, slot):
+            return cut_at(x, (row, *[0] * (x.ndim - 2), slot), shape)[0]
+
+        spans = jax.vmap(cut_span)(rows, first)
         return spans.reshape(part_count, -1, *spans.shape[1:])
 
     parts = Part(
@@ -345,7 +368,8 @@ def _carry_through(
 
     It begins when `after` has been computed. The layer below reads the carry, and XLA would copy it
     if this layer could write it earlier."""
-    run, body = view.run, body_view(view, tokens)
+    run = view.run
+    body = body_view(view, tokens)
     state = _read_after(run, view.state, after, size)
     constants = run.wiring.maps.prepare(view.constants)
     zero = known_after(after, 0)
@@ -353,9 +377,11 @@ def _carry_through(
     def block_step(j, carry):
         slot = body.at(j, size) + zero
         payload = payload_of(run, state, view.layer, slot, size)
-        part = {name: jax.lax.dynamic_slice_in_dim(c, slot, size, 1) for name, c in carry.items()}
-        part = run.wiring.maps.decode(constants, payload, part)[1]
+        below = {name: jax.lax.dynamic_slice_in_dim(x, slot, size, 1) for name, x in carry.items()}
+        _, part = run.wiring.maps.decode(constants, payload, below)
+        # Where blocks do not divide the body, the last one begins within the one before it, whose
+        # tokens it leaves alone.
         start = j * size if run.slots_here % size else slot
-        return {name: put_into_carry(c, part[name], slot, start) for name, c in carry.items()}
+        return {name: put_into_carry(x, part[name], slot, start) for name, x in carry.items()}
 
     return jax.lax.fori_loop(*body.blocks(size), block_step, carry)
