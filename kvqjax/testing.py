@@ -378,5 +378,8 @@ def _other_angle(config: KVShape, theirs: Turning) -> str:
             float(np.arctan2(x[pair + config.head_dim // 2], x[pair])) for x in turned_units
         )
         if abs(angle - other_angle) > 1e-4 * max(abs(angle), abs(other_angle)):
-            return f"pair {pair} turns by {other_angle:.6g} a position in their function, by {angle:.6g} here: another theta?"
+            return (
+                f"pair {pair} turns by {other_angle:.6g} a position in their function, "
+                f"by {angle:.6g} here: another theta?"
+            )
     return "their function gives other numbers at far positions: are its angles, or its keys, of fewer bits?"
