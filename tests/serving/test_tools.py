@@ -198,6 +198,7 @@ REFUSED = [
     ({"tools": [tool("f", {"$ref": "http://a/b"})]}, "tools", "nothing outside it is fetched"),
     ({"tools": [tool("f", {"not": {}})], "tool_choice": "required"}, "tools", "tool 'f': the grammar"),
     ({"tools": TOOLS, "tool_choice": "any"}, "tool_choice", "tool_choice='any'; wanted none"),
+    ({"tools": TOOLS, "tool_choice": "function"}, "tool_choice", "wanted none"),
     ({"tools": TOOLS, "tool_choice": {"type": "x"}}, "tool_choice", "wanted none"),
     ({"tools": TOOLS, "tool_choice": {"type": "function"}}, "tool_choice", "lacks function.name"),
     (
