@@ -174,7 +174,7 @@ def loop_state(cache, room: int):
         return jnp.full((cache.batch,), value, jnp.int32)
 
     return make(cache).replace(
-        owed=jnp.ones((cache.batch,), bool), left=filled(10**6), newest=filled(1)
+        uncached=jnp.ones((cache.batch,), bool), left=filled(10**6), newest=filled(1)
     )
 
 

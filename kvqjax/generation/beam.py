@@ -56,7 +56,7 @@ class _State(struct.PyTreeNode):
     ended: Leaf  # Int[B, N, M]
     ended_length: Leaf  # Int[B, N]
     ended_score: Leaf  # Float[B, N]
-    made: Leaf  # tokens of every growing beam
+    length: Leaf  # Int, tokens of every growing beam
 
 
 def _rank(score: Float[Array, "B C"], count: int, *arrays):
@@ -91,17 +91,17 @@ def _extend(
     parent, token = index // vocab, (index % vocab).astype(jnp.int32)
     history = jnp.take_along_axis(state.tokens, parent[:, :, None], axis=1)
     stops = (token[:, :, None] == eos[None, None]).any(-1)
-    final = _score(total, (state.made + 1).astype(jnp.float32), penalty)
-    lengths = jnp.broadcast_to(state.made, stops.shape)
+    final = _score(total, (state.length + 1).astype(jnp.float32), penalty)
+    lengths = jnp.broadcast_to(state.length, stops.shape)
     ended_score, ended, ended_length = _rank(
         jnp.concatenate([state.ended_score, jnp.where(stops, final, _NONE)], 1),
         beams,
         jnp.concatenate([state.ended, history], 1),
         jnp.concatenate([state.ended_length, lengths], 1),
     )
-    grown = jax.lax.dynamic_update_slice_in_dim(history, token[:, :, None], state.made, 2)
+    grown = jax.lax.dynamic_update_slice_in_dim(history, token[:, :, None], state.length, 2)
     total, tokens, parent = _rank(jnp.where(stops, _NONE, total), beams, grown, parent)
-    state = state.replace(tokens=tokens, total=total, made=state.made + 1)
+    state = state.replace(tokens=tokens, total=total, length=state.length + 1)
     return state.replace(ended=ended, ended_length=ended_length, ended_score=ended_score), parent
 
 
@@ -121,12 +121,12 @@ def _search(
     def promising(state):
         # Log probabilities only fall, so a beam's best final score is today's sum at the kindest
         # length.
-        length = jnp.where(penalty > 0, most.astype(jnp.float32), state.made.astype(jnp.float32))
+        length = jnp.where(penalty > 0, most.astype(jnp.float32), state.length.astype(jnp.float32))
         return (_score(state.total.max(1), length, penalty) > state.ended_score.min(1)).any()
 
     def step(state):
         newest = jax.lax.dynamic_index_in_dim(
-            state.tokens, state.made - 1, 2, keepdims=False
+            state.tokens, state.length - 1, 2, keepdims=False
         ).reshape(-1, 1)
         logits, cache = forward(
             model, newest, jnp.ones((batch * beams,), jnp.int32), state.cache, last=True
@@ -136,7 +136,7 @@ def _search(
         rows = parent + jnp.arange(batch)[:, None] * beams
         return state.replace(cache=gather(cache, rows.reshape(-1)))
 
-    return jax.lax.while_loop(lambda state: (state.made < most) & promising(state), step, state)
+    return jax.lax.while_loop(lambda state: (state.length < most) & promising(state), step, state)
 
 
 @functools.partial(jax.jit, static_argnames=("beams", "new"))
@@ -199,7 +199,7 @@ def beam_search(
 def _best(state: _State, penalty: float) -> Beams:
     """Rank the finished and the growing hypotheses of every prompt together."""
     state = jax.tree.map(np.asarray, state.replace(cache=None))
-    length = int(state.made)
+    length = int(state.length)
     tokens, scores = [], []
     for row in range(len(state.tokens)):
         ended = zip(state.ended_score[row], state.ended_length[row], state.ended[row], strict=True)

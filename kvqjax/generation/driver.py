@@ -181,7 +181,7 @@ class Generation:
         self._state: LoopState | None = None
         self._unread = False  # the latest call's tokens have not been looked at
         # Rows whose cache lacks a token, or has too many.
-        self._owed = self._surplus = np.zeros((cache.batch,), bool)
+        self._uncached = self._surplus = np.zeros((cache.batch,), bool)
         # New tokens and seconds of every call after the first tokens.
         self._calls: list[tuple[int, float]] = []
 
@@ -273,9 +273,9 @@ class Generation:
         """Return the cache of every prompt and all of `tokens`, and nothing else, once all rows
         have ended. A generation that was closed before its first token returns the cache that it
         was given."""
-        if self._state is not None and self._owed.any():
+        if self._state is not None and self._uncached.any():
             self._state = self._stepped(self._state)
-            self._owed = np.zeros_like(self._owed)
+            self._uncached = np.zeros_like(self._uncached)
         cache = self._cache if self._state is None else self._state.cache
         if self._state is not None and self._surplus.any():
             lengths = self._lengths().astype(np.int32)
@@ -328,8 +328,8 @@ class Generation:
         if self._make_room is not None and not done.all():
             steps = min(steps, self._room())
         bound = bound_for(self._layout, (lengths + self._settings.stride).tolist())
-        done, owed = shared(self._model, (done, self._owed))
-        state = state.replace(done=done, owed=owed, cache=bounded(state.cache, bound))
+        done, uncached = shared(self._model, (done, self._uncached))
+        state = state.replace(done=done, uncached=uncached, cache=bounded(state.cache, bound))
         state = bound_steps(
             self._model, state, self._sampling, self._ends, steps, self._bound_rows()
         )
@@ -341,8 +341,10 @@ class Generation:
         for bound in self._bound:
             if bound is not None and bound.error is not None:
                 raise bound.error
-        counts, tokens, done, owed = fetched(state.made, state.tokens, state.done, state.owed)
-        self._owed = owed.copy()
+        counts, tokens, done, uncached = fetched(
+            state.new_counts, state.tokens, state.done, state.uncached
+        )
+        self._uncached = uncached.copy()
         self._surplus = self._surplus.copy()
         most = self._settings.max_new_tokens
         piece = Piece([], [])
@@ -356,7 +358,7 @@ class Generation:
                     # The cache holds tokens behind the answer's end: they are cut, and the newest
                     # one never enters.
                     self._surplus[number] = True
-                    self._owed[number] = False
+                    self._uncached[number] = False
             piece.text.append(text)
             piece.tokens.append(kept)
         return piece

@@ -29,14 +29,14 @@ STRIDE = 16  # tokens between looks at the text: stop strings and streaming
 
 class LoopState(struct.PyTreeNode):
     """One generation under way. No array's shape follows how many tokens are wanted:
-    `tokens[b, :made[b]]` are the tokens that the latest call gave row b, and the caller collects
+    `tokens[b, :new_counts[b]]` are the tokens that the latest call gave row b; the caller collects
     them."""
 
     cache: Cache
     tokens: Leaf  # Int[B, S]
-    made: Leaf  # Int[B]
+    new_counts: Leaf  # Int[B]
     newest: Leaf  # Int[B], the latest token of every row
-    owed: Leaf  # Bool[B], whether the cache still lacks it
+    uncached: Leaf  # Bool[B], whether the cache still lacks it
     left: Leaf  # Int[B], how many tokens the row may still get
     done: Leaf  # Bool[B]
     key: Leaf  # one, or one of every row [B]
@@ -110,10 +110,10 @@ def unbegun(cache: Cache, room: int = STRIDE, place: Callable = jnp.asarray) -> 
     # No two may share a buffer.
     numbers = [place(np.zeros((cache.batch,), np.int32)) for _ in range(3)]
     flags = [place(np.zeros((cache.batch,), bool)) for _ in range(2)]
-    made, newest, left = numbers
-    owed, done = flags
+    new_counts, newest, left = numbers
+    uncached, done = flags
     tokens = place(np.zeros((cache.batch, room), np.int32))
-    return LoopState(cache, tokens, made, newest, owed, left, done, key=jax.random.key(0))
+    return LoopState(cache, tokens, new_counts, newest, uncached, left, done, key=jax.random.key(0))
 
 
 def _record(state: LoopState, tokens, logits, eos) -> LoopState:
@@ -122,13 +122,13 @@ def _record(state: LoopState, tokens, logits, eos) -> LoopState:
     ended = (tokens[:, None] == jnp.atleast_2d(eos)).any(-1)
     alive = ~state.done & ~ended
     rows = jnp.arange(len(tokens))
-    place = jnp.where(alive, state.made, state.tokens.shape[1])
+    place = jnp.where(alive, state.new_counts, state.tokens.shape[1])
     left = state.left - alive.astype(jnp.int32)
     return state.replace(
         tokens=state.tokens.at[rows, place].set(tokens, mode="drop"),
-        made=state.made + alive.astype(jnp.int32),
+        new_counts=state.new_counts + alive.astype(jnp.int32),
         newest=jnp.where(alive, tokens, state.newest),
-        owed=alive,
+        uncached=alive,
         left=left,
         done=state.done | ended | (left <= 0),
         history=None if state.history is None else _noted(state.history, tokens, alive),
@@ -140,7 +140,7 @@ def _record(state: LoopState, tokens, logits, eos) -> LoopState:
 def _noted(history: History, tokens, alive) -> History:
     """Count one more token of every row that is alive."""
     rows = jnp.arange(len(tokens))
-    return history.replace(made=history.made.at[rows, tokens].add(alive.astype(jnp.int32)))
+    return history.replace(counts=history.counts.at[rows, tokens].add(alive.astype(jnp.int32)))
 
 
 def _chosen(state: LoopState, key, logits, sampling: Sampling | RowSampling, eos, allowed=None):
@@ -192,7 +192,7 @@ def first_token(
 @jax.enable_x64(False)
 def next_logits(model: Model, state: LoopState) -> tuple[Array, LoopState]:
     """Feed the newest token of every row whose cache lacks it. `state` is donated."""
-    counts = state.owed.astype(jnp.int32)
+    counts = state.uncached.astype(jnp.int32)
     logits, cache = forward(model, state.newest[:, None], counts, state.cache, last=True)
     return logits, state.replace(cache=cache)
 
@@ -213,15 +213,17 @@ def decode_steps(
 
     def step(loop):
         count, state = loop
-        counts = state.owed.astype(jnp.int32)
+        counts = state.uncached.astype(jnp.int32)
         logits, cache = forward(model, state.newest[:, None], counts, state.cache, last=True)
         key, draw = split_key(state.key)
         state = state.replace(cache=cache, key=key)
         return count + 1, _record(state, _chosen(state, draw, logits, sampling, eos), logits, eos)
 
     most = jnp.minimum(limit, state.tokens.shape[1])
-    start = (jnp.int32(0), state.replace(made=jnp.zeros_like(state.made)))
-    return jax.lax.while_loop(lambda loop: (loop[0] < most) & loop[1].owed.any(), step, start)[1]
+    start = (jnp.int32(0), state.replace(new_counts=jnp.zeros_like(state.new_counts)))
+    return jax.lax.while_loop(lambda loop: (loop[0] < most) & loop[1].uncached.any(), step, start)[
+        1
+    ]
 
 
 def drawn(
@@ -238,10 +240,10 @@ def drawn(
         return first_token(state, logits, sampling, eos)
     allowed = shared(model, allowed_tokens(rows, model.config.vocab_size))
     state = first_token(state, logits, sampling, eos, allowed)
-    newest, owed, done = fetched(state.newest, state.owed, state.done)
+    newest, uncached, done = fetched(state.newest, state.uncached, state.done)
     ended = done.copy()
     for number, row in enumerate(rows):
-        if row is not None and owed[number] and not row.ended:
+        if row is not None and uncached[number] and not row.ended:
             row.take(int(newest[number]))
         ended[number] |= row is not None and row.ended
     return state if (ended == done).all() else state.replace(done=shared(model, ended))
@@ -259,11 +261,11 @@ def bound_steps(
     token before, so that the host is asked at every step. `state` is donated."""
     if not any(rows):
         return decode_steps(model, state, sampling, eos, shared(model, np.int32(limit)))
-    state = state.replace(made=shared(model, np.zeros(state.made.shape, np.int32)))
+    state = state.replace(new_counts=shared(model, np.zeros(state.new_counts.shape, np.int32)))
     for _ in range(min(limit, state.tokens.shape[1])):
         logits, state = next_logits(model, state)
         state = drawn(model, state, logits, sampling, eos, rows)
-        if not fetched(state.owed)[0].any():
+        if not fetched(state.uncached)[0].any():
             break
     return state
 

@@ -42,7 +42,7 @@ class History(struct.PyTreeNode):
     """The tokens that rows have already, for penalties."""
 
     prompt: Any  # Bool[B, V]: which tokens are in the prompt
-    made: Any  # Int[B, V]: how often each token was made
+    counts: Any  # Int[B, V]: how often each token was made
 
 
 def history_of(prompts: Sequence[Sequence[int]], vocab_size: int) -> History:
@@ -156,12 +156,12 @@ def adjusted(
         logits = logits + sampling.bias[None]
     if not sampling.penalise or history is None:
         return logits
-    was_made = history.made > 0
+    appears = history.counts > 0
     penalty = sampling.repetition_penalty
     lowered = jnp.where(logits > 0, logits / penalty, logits * penalty)
-    logits = jnp.where(history.prompt | was_made, lowered, logits)
-    logits = logits - sampling.frequency_penalty * history.made.astype(jnp.float32)
-    return logits - sampling.presence_penalty * was_made.astype(jnp.float32)
+    logits = jnp.where(history.prompt | appears, lowered, logits)
+    logits = logits - sampling.frequency_penalty * history.counts.astype(jnp.float32)
+    return logits - sampling.presence_penalty * appears.astype(jnp.float32)
 
 
 def drawn_from(

@@ -52,7 +52,7 @@ NO_TOKEN = -1
 # Fields of a `LoopState` that have an entry for each row.
 OF_ROWS = (
     "newest",
-    "owed",
+    "uncached",
     "left",
     "done",
     "history",
@@ -468,14 +468,14 @@ class RunningBatch:
         if scored and scores is None:
             scores = self._place(_scores_of(len(running), self.stride, self._likeliest))
         # `running` is copied because both arrays are donated.
-        idle_rows, owed = self._place((~running, running.copy()))
+        idle_rows, uncached = self._place((~running, running.copy()))
         cache = (
             self.cache
             if self._table is None
             else self.cache.replace(pages=self._place(self._table.copy()))
         )
         state = self._state.replace(
-            done=idle_rows, owed=owed, scores=scores, cache=bounded(cache, bound)
+            done=idle_rows, uncached=uncached, scores=scores, cache=bounded(cache, bound)
         )
         state = bound_steps(self._model, state, self._sampling, self._eos, self.stride, rows)
         self._state = state.replace(cache=bounded(state.cache, None))
@@ -498,7 +498,7 @@ class RunningBatch:
     def _read(self, state: LoopState) -> list[RowOutput]:
         """Fetch what a call made of every row."""
         counts, tokens, end_flags, broken = fetched(
-            state.made, state.tokens, state.done, state.cache.nonfinite
+            state.new_counts, state.tokens, state.done, state.cache.nonfinite
         )
         rows = [tokens[row, :count].tolist() for row, count in enumerate(counts)]
         scores: list[list[TokenScore]] = [[] for _ in rows]
