@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from algebra import BAD, all_finite, check_row, empty, extend, fresh
-from cases import CASES, FEW, GENERAL, model_and_method, with_nightly
+from cases import CASES, CORE, FEW, GENERAL, model_and_method, with_nightly
 from tiny import spoiling, tiny
 
 import kvqjax as kvq
@@ -207,7 +207,7 @@ HUGE = 6e4
         "commvq",
         pytest.param("aqua", marks=pytest.mark.nightly),
         pytest.param("xquant-latents", marks=pytest.mark.nightly),
-        "xquant-cl",
+        pytest.param("xquant-cl", marks=pytest.mark.nightly),
     ],
 )
 def test_reconstructions_saturate_in_float16(name):
@@ -239,9 +239,7 @@ def test_reconstructions_saturate_in_float16(name):
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [
-        *with_nightly(
-            ((name, "float32") for name in CASES), [(name, "float32") for name in GENERAL]
-        ),
+        *with_nightly(((name, "float32") for name in CASES), [(name, "float32") for name in CORE]),
         *with_nightly(
             ((name, "bfloat16") for name in (*FEW, "kvquant", "commvq")),
             [("kivi2", "bfloat16"), ("kvquant", "bfloat16")],
@@ -271,6 +269,7 @@ def test_generation_says_so():
             call(spoiling(), [[1, 2]], kvq.exact(), max_new_tokens=4)
 
 
+@pytest.mark.nightly
 def test_calibration_sees_it_too():
     """AQUA-KV fits what an exact prefill gives the cache, where 0 stands for what is not finite."""
     model = kvq.load("recall")

@@ -38,7 +38,7 @@ def ragged_steps(seed: int):
     return steps
 
 
-@pytest.mark.parametrize("name", with_nightly(GENERAL, ["kivi2", "kvquant"]))
+@pytest.mark.parametrize("name", with_nightly(GENERAL, ["kvquant"]))
 def test_words_do_not_depend_on_chunks(name):
     whole = fed(name, empty(name, 3), ROWS, [[200] * 3] * 2)
     pieces = fed(name, empty(name, 3), ROWS, ragged_steps(0))

@@ -208,6 +208,7 @@ def test_the_target_decides_and_what_cannot_be_keeps_its_planes():
         kvq.init_cache(model, kvq.exact(), 1, 64, form="rows")
 
 
+@pytest.mark.nightly
 def test_rows_that_see_nothing_of_the_body():
     """A row without encoded tokens beside one with many: finite, and equal to the row beside an
     empty one."""
@@ -232,6 +233,7 @@ def test_no_second_cache(spec):
     assert memory.alias_size_in_bytes >= 0.99 * kvq.ledger(cache).bytes
 
 
+@pytest.mark.nightly
 def test_cases_that_have_the_form():
     for name in CASES:
         model, method = model_and_method(name)

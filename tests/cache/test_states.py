@@ -216,6 +216,7 @@ SCALED = RopeConfig(
 )
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "spec",
     with_nightly(["higgs:bits=4,window=32", "xquant:bits=4,group=32"], ["xquant:bits=4,group=32"]),

@@ -251,7 +251,7 @@ def test_attention_takes_the_constants(captured, spec):
     assert errors[0] < min(0.5, errors[1])
 
 
-@pytest.mark.parametrize("spec", ["kvquant:bits=2", AQUA, COMMVQ])
+@pytest.mark.parametrize("spec", thinned(["kvquant:bits=2", AQUA, COMMVQ], 3))
 def test_a_killed_calibration_goes_on(captured, tmp_path, spec):
     shape, options = tiny().config.kv_shape, {"recipe": QUICK} if "commvq" in spec else {}
     fit = functools.partial(kvq.calibrate.from_tensors, spec, shape, **options)

@@ -140,6 +140,7 @@ def test_fewer_rounds_are_a_prefix_of_the_codes_and_of_the_codebook():
     )
 
 
+@pytest.mark.nightly
 def test_decoding_does_not_depend_on_batch_or_block():
     codec = CommVQKeys(head_dim=16, rounds=3, levels=8).build(32)
     constants = random_book(5)

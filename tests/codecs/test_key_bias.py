@@ -58,6 +58,7 @@ def test_what_is_not_encoded_is_read_exactly():
     )
 
 
+@pytest.mark.nightly
 def test_the_bias_costs_nothing():
     """Against the exact cache; with the bias in the codes the error is of the logits' own size."""
     model = biased()
@@ -67,6 +68,7 @@ def test_the_bias_costs_nothing():
     assert 1.5 * errors["auto"] < errors["none"]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("text", thinned([HIGGS, AQUA], 2))
 def test_a_model_without_bias_has_the_same_bits(text):
     model, methods = tiny(), [kvq.parse(f"{text},centre={c}") for c in ("auto", "none")]

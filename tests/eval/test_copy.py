@@ -157,6 +157,7 @@ def test_a_lossy_cache_scores_worse(rows):
     assert abs(exact["kld"]) < ROUNDING < 0.1 < lossy["kld"] < lossy["kld_p999"]
 
 
+@pytest.mark.nightly
 def test_the_command_gives_the_same_rows(rows, capsys, monkeypatch, tmp_path):
     words = ["eval", "copy", "-c", "exact", "-c", str(LOSSY), "--length", str(LENGTH)]
     words += ["--samples", "4", "--chunk", "32", "--json", "--plot", str(tmp_path / "copy.png")]

@@ -53,6 +53,7 @@ def test_a_layers_divergence_is_that_of_a_cache_with_this_layer_coded(model, ids
         assert divergence == pytest.approx(float(kld), rel=2e-2)
 
 
+@pytest.mark.nightly
 def test_a_stopped_pass_goes_on(model, ids, tmp_path):
     """Calibrated candidates too. Every layer is scored once."""
     texts, seen = ["klt:bits=2.0,buffer=32", "klt:bits=4.0,buffer=32"], []

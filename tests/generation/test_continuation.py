@@ -113,6 +113,7 @@ def test_evicting_caches_continue():
         assert_continues(spelling(tiny()), method, PROMPTS, out)
 
 
+@pytest.mark.nightly
 def test_a_given_cache_stays_as_it_is():
     model, method = model_and_method("kivi2")
     first = kvq.generate(model, PROMPTS, method, max_new_tokens=8, eos_ids=())

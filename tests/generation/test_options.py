@@ -189,6 +189,7 @@ def test_switches_of_other_programs(model):
     assert len(drawn) > 1
 
 
+@pytest.mark.nightly
 def test_a_row_with_penalties_does_not_depend_on_its_neighbours(model):
     options = {
         "repetition_penalty": 1.2,

@@ -47,6 +47,7 @@ def begun(model, **options) -> kvq.Session:
     )
 
 
+@pytest.mark.nightly
 def test_three_turns_are_one_generation(model):
     """Fed token by token, a conversation is what `generate` makes of all its ids so far; every id
     is fed once."""
@@ -80,6 +81,7 @@ def test_an_answer_s_own_ids_are_kept_though_the_tokenizer_would_write_others(mo
     assert session.last.prompt_tokens == len(TURNS[1]) + len(",?")
 
 
+@pytest.mark.nightly
 def test_what_a_template_leaves_out_is_cut_and_fed_anew(model):
     """The system message changes after the first turn: the cache goes back to where the
     conversations differ."""

@@ -30,6 +30,7 @@ def test_equals_greedy_with_lookup(name):
     assert 0 < out.accepted < out.drafted
 
 
+@pytest.mark.nightly
 def test_a_model_that_drafts_for_itself_is_always_right():
     """All tokens accepted: a row takes 6 a round. Its cache flushes inside drafts, in drafter and
     target."""

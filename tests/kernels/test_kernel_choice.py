@@ -422,6 +422,7 @@ def test_a_compiled_plan_says_whose_word_it_took(capsys, monkeypatch):
         assert wanted in " ".join(out.split())
 
 
+@pytest.mark.nightly
 def test_the_clock_of_a_check_runs(monkeypatch):
     """On a CPU both sides are plain paths, here one of planes and one of bodies head by head."""
     monkeypatch.setattr(check_module, "TIMED", 512)

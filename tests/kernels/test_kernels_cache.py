@@ -43,6 +43,7 @@ def test_the_kernel_reads_what_the_cache_stores(method, monkeypatch):
     check_outputs(found, plain)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "method",
     [METHODS[0], pytest.param("kvquant:bits=2,outliers=0,sinks=3", marks=pytest.mark.nightly)],

@@ -45,6 +45,7 @@ def test_equals_decoding_then_attending(case):
     )
 
 
+@pytest.mark.nightly
 def test_reads_only_blocks_in_sight():
     """Garbage scales (NaN, as bits of bfloat16) outside the visible blocks must not be touched; a
     traced layer is as good as a number."""

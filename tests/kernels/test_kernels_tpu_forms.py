@@ -65,11 +65,13 @@ def attend(case, place: dict, **options):
     return got, oracle(q, key, value, start, stop), key, value, q
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("case", "place", "options"), with_nightly(RUNS, (RUNS[4],)), ids=str)
 def test_kernel_equals_the_oracle(case, place, options):
     near(*attend(case, place, interpret=True, **options), within(**place))
 
 
+@pytest.mark.nightly
 def test_race_free_on_simulated_memory():
     params = pltpu.InterpretParams(
         detect_races=True, uninitialized_memory="nan", out_of_bounds_reads="raise"

@@ -31,13 +31,15 @@ def random(*shape: int, seed: int = 0):
     ("length", "keys", "start", "sliding", "dim", "batch"),
     [
         pytest.param(128, 384, 0, None, 128, 2, marks=pytest.mark.nightly),
-        (256, 512, 256, None, 64, 1),
+        pytest.param(256, 512, 256, None, 64, 1, marks=pytest.mark.nightly),
         (128, 512, 300, 100, 96, 2),
         pytest.param(128, 256, 100, 130, 256, 1, marks=pytest.mark.nightly),
         (128, 256, -40, None, 128, 1),  # the first 40 queries see nothing
-        (128, 256, -40, 20, 64, 2),
+        pytest.param(128, 256, -40, 20, 64, 2, marks=pytest.mark.nightly),
         pytest.param(128, 256, -500, None, 64, 1, marks=pytest.mark.nightly),  # none does
-        (128, 128, 4000, None, 64, 1),  # every query sees every key
+        pytest.param(
+            128, 128, 4000, None, 64, 1, marks=pytest.mark.nightly
+        ),  # every query sees every key
     ],
 )
 def test_equals_the_plain_path(length, keys, start, sliding, dim, batch):

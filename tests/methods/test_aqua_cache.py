@@ -165,6 +165,7 @@ def test_decoder_gives_what_the_encoder_reconstructed_at_every_depth(options, dt
                     )
 
 
+@pytest.mark.nightly
 def test_words_do_not_depend_on_how_tokens_arrive():
     once, pieces = (filled(aqua(), "float32", steps)[0] for steps in (300, 57))
     for one, other in zip(jax.tree.leaves(once.runs), jax.tree.leaves(pieces.runs), strict=True):
@@ -193,6 +194,7 @@ def test_the_ledger_counts_what_flows_between_layers():
     assert book.carry == 1024 * 2 * 32 * 2
 
 
+@pytest.mark.nightly
 def test_a_step_holds_one_layers_carry():
     """The declared carry, 2*S*K*D, plus blocks: measured 1.36 times the carry; a second layer's
     would make 2."""

@@ -181,6 +181,7 @@ class _Bare(Gained):
         return super().build(width)._replace(fit=None)
 
 
+@pytest.mark.nightly
 def test_a_codec_of_another_package_names_its_fast_path(theirs):
     """Kernels and XLA's forms are asked of the codec's spec; logits are those of the codec it
     stands for."""

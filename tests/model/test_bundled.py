@@ -90,6 +90,7 @@ def test_shape_serves_every_method(name):
     assert len(kvq.load(_folder(name)).tokenizer) == config.vocab_size
 
 
+@pytest.mark.nightly
 def test_recall_answers_at_512_tokens():
     model = kvq.load("recall")
     problems = [key_value_recall(np.random.default_rng((5, seed)), 511, len) for seed in range(32)]
@@ -197,6 +198,7 @@ def trainer(monkeypatch):
     return lambda name: importlib.import_module(f"benchmarks.train.{name}")
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "fields",
     thinned(

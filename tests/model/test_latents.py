@@ -258,6 +258,7 @@ def test_pages_give_what_rows_of_their_own_give():
     np.testing.assert_allclose(logits[1], logits[0], atol=1e-5)
 
 
+@pytest.mark.nightly
 def test_weights_come_as_stacks_as_a_list_and_as_codes(tmp_path):
     model, text = latent_model(architecture="Mistral4ForCausalLM"), tokens(2, 40)
     save_params(tmp_path / "model", model.params, model.config)

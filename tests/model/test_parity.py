@@ -419,6 +419,7 @@ def test_logits_equal_torch(name, tmp_path):
         assert np.abs(broken - wanted)[:, -8:].max() > 100 * TOLERANCE
 
 
+@pytest.mark.nightly
 def test_latents_are_written_on_as_torch_does(tmp_path):
     """Greedy text of a model whose cache holds latents."""
     theirs, prompt = write(tmp_path, *MODELS["mistral4"][:2]), tokens()[0, :40].tolist()
@@ -451,6 +452,7 @@ def test_rope_by_length(name, tmp_path):
     assert load(tmp_path / "ours", dtype="f32", rope_length=LENGTH).config == model.config
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "name",
     [pytest.param("qwen3-longrope-given-factor", marks=pytest.mark.nightly), "llama-dynamic"],

@@ -105,6 +105,7 @@ def textbook(x, positions, pairs, fraction):
     return new
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("pairs", "fraction"), with_nightly(OTHERS, [("front", 0.5), ("neighbours", 1.0)])
 )

@@ -104,6 +104,7 @@ SHORT = jnp.asarray(np.random.default_rng(1).integers(0, 50, (2, 12)), jnp.int32
 step = jax.jit(kvq.forward)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("spec", thinned(["kvquant:bits=4,sinks=2", "xquant:bits=4,group=32"], 2))
 def test_few_tokens(spec):
     """Keys and values of the step itself and of the step before, of which a long body would drown

@@ -29,6 +29,7 @@ def ended(end: str) -> subprocess.CompletedProcess:
     )
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("moment", with_nightly(MOMENTS, ["compiling"]))
 def test_an_open_engine_leaves_the_exit_code_of_a_program_alone(moment):
     done = ended(f"{MOMENTS[moment]}\nprint('end')")

@@ -65,6 +65,7 @@ def test_a_later_engine_goes_on_where_an_earlier_one_ended(model, method, tmp_pa
     assert stats.pages_free + len(held) == stats.pages
 
 
+@pytest.mark.nightly
 def test_rows_and_pages_come_back_bit_for_bit(model, tmp_path):
     with engine_of(model, METHOD) as engine:
         answers(engine, PROMPTS[:2])
@@ -98,6 +99,7 @@ def test_those_used_last_come_first_where_room_is_short(model, tmp_path):
         assert engine.load_prefixes(tmp_path / "kept") == 0
 
 
+@pytest.mark.nightly
 def test_requests_go_on_meanwhile_and_a_closed_engine_can_be_asked(model, tmp_path):
     with engine_of(model, METHOD) as engine:
         answers(engine, PROMPTS[:1])

@@ -510,6 +510,7 @@ def test_a_second_ctrl_c_ends_the_command_at_once():
     assert said[4] == "stopped\n"
 
 
+@pytest.mark.nightly
 def test_a_shutdown_ends_a_long_answer_and_logs_no_traceback():
     script = """
 import sys

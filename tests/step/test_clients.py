@@ -152,6 +152,7 @@ def test_another_explicit_mesh(kind):
     assert len(cache.lengths.devices()) == 8
 
 
+@pytest.mark.nightly
 def test_beams_pick_rows_of_the_cache():
     module, weights = client("tunix_sampler")
     wanted = module.plain(weights, prompts(), COUNT, beams=3)

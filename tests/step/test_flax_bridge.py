@@ -183,6 +183,7 @@ class SelfStoring(Attention):
         return self.o(cache[self.layer].attend(q, k, v).reshape(x.shape))
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("name", "remat"), [pytest.param("aqua", False, marks=pytest.mark.nightly), ("kivi2", True)]
 )

@@ -97,6 +97,7 @@ def test_another_model_gets_what_ours_gets(name):
                 assert np.mean(np.asarray(a) != np.asarray(b)) < 1e-3
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", thinned(["aqua", "sliding-mixed"], 2))
 def test_drafts_are_verified_as_in_our_model(name):
     for got, wanted in both(name, "step")[0]:

@@ -160,6 +160,7 @@ def test_a_forward_pass_of_flax_takes_a_mask():
         np.testing.assert_array_equal(positions[row, marks], np.arange(marks.sum()))
 
 
+@pytest.mark.nightly
 def test_attention_mass_follows_a_mask():
     model, method = tiny(), kvq.parse("kivi:bits=2,window=32,keep=streaming:64")
     left = right = kvq.init_cache(model, method, ROWS, CAPACITY)

@@ -148,6 +148,7 @@ def test_a_view_is_the_carry_of_a_scan(spec):
     assert_steps_equal(cache, cache, jax.jit(scanned), plain)
 
 
+@pytest.mark.nightly
 def test_a_stack_s_view_goes_through_an_ordinary_loop():
     cache, mask, (q, k, v) = (
         kvq.init_cache(SHAPE, "kivi:bits=2", ROWS, CAPACITY),
