@@ -82,6 +82,7 @@ def test_queries_see_through_pages_what_they_see_in_rows(name):
     assert not np.asarray(paged.overflow).any()
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("name", "form", "target"),
     [

@@ -118,6 +118,7 @@ def test_a_ring_that_becomes_a_plain_body():
     np.testing.assert_array_equal(*logits)
 
 
+@pytest.mark.nightly
 def test_long_bodies_change_their_form_with_their_capacity():
     """Uniform codes of KIVI on CPUs lie in lines and stripes from 4096 tokens on."""
     model, forward = tiny(), jax.jit(kvq.forward)
@@ -231,6 +232,7 @@ def test_three_pieces_make_a_cache():
     )
 
 
+@pytest.mark.nightly
 def test_pieces_know_what_was_not_finite():
     cache = extend("kivi2", empty("kivi2", 3), [list(range(190))] * 3, broken={0: 20, 1: 120})
     joined = kvq.join(*kvq.cut(cache, 64))
@@ -305,6 +307,7 @@ def test_requests_of_smaller_caches_join_a_batch():
         kvq.insert(prompts, 0, batch, 0)
 
 
+@pytest.mark.nightly
 def test_repeated_rows():
     name = "aqua"
     cache = kvq.repeat(fresh(name, ROWS[1:]), 2)
@@ -314,6 +317,7 @@ def test_repeated_rows():
             kvq.repeat(cache, n)
 
 
+@pytest.mark.nightly
 def test_bodies_dealt_over_a_mesh():
     """Blocks stay where they are; what would be dealt otherwise is refused."""
     method = "kivi:bits=2,window=32"

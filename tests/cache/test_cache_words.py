@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from algebra import CAPACITY, body, check_row, empty, encoded, extend, fresh, same_words
-from cases import CASES, FEW, GENERAL, with_nightly
+from cases import CASES, FEW, GENERAL, thinned, with_nightly
 from tiny import tiny
 
 import kvqjax as kvq
@@ -141,7 +141,7 @@ def _random(random, array):
     return jnp.asarray(random.integers(0, 2**32, array.shape, dtype=np.uint32))
 
 
-@pytest.mark.parametrize(("capacity", "blocks"), [(1536, 3), (1280, 1), (300, 2)])
+@pytest.mark.parametrize(("capacity", "blocks"), thinned([(1536, 3), (1280, 1), (300, 2)], 3))
 def test_several_blocks_read_at_once_are_the_same_tokens(capacity, blocks):
     """As many as divide the body, up to 1024 tokens; rows end within them. The sums are float32, in
     another order."""

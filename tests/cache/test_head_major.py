@@ -42,7 +42,7 @@ BOUND = 2e-4
 
 
 @pytest.mark.parametrize("bits", thinned([1, 2, 3, 4, 5, 6, 8], 3))
-@pytest.mark.parametrize("size", [32, 64, 128])
+@pytest.mark.parametrize("size", thinned([32, 64, 128], 3))
 def test_codes_are_read_back_as_they_were_written(bits, size):
     random = np.random.default_rng(bits)
     codes = random.integers(0, 2**bits, (512, 24)).astype(np.uint32)
@@ -221,7 +221,9 @@ def test_rows_that_see_nothing_of_the_body():
     np.testing.assert_allclose(*logits, atol=BOUND)
 
 
-@pytest.mark.parametrize("spec", ["exact", "kivi:bits=2,window=32", "kivi:bits=4,window=32"])
+@pytest.mark.parametrize(
+    "spec", thinned(["exact", "kivi:bits=2,window=32", "kivi:bits=4,window=32"], 3)
+)
 def test_no_second_cache(spec):
     model = tiny()
     cache = jax.eval_shape(
@@ -247,6 +249,7 @@ def test_cases_that_have_the_form():
         ), name
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", thinned(["kivi3-sinks", "mixed", "aqua"], 3))
 def test_a_cache_moves_between_forms_and_back(name):
     model, method = model_and_method(name)

@@ -36,6 +36,7 @@ def held(spec: str, form: str = "heads", dtype: str = "f32"):
     return model, cache
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("length", thinned([1, 5], 2))
 @pytest.mark.parametrize("spec", with_nightly(SPECS, SPECS[-1:]))
 def test_equal_but_for_rounding(spec, length):
@@ -62,6 +63,7 @@ def test_equal_in_bfloat16():
     np.testing.assert_array_equal(few, whole)
 
 
+@pytest.mark.nightly
 def test_a_row_that_is_longer_than_promised_gets_nan():
     model, cache = held("exact")
     logits, _ = forward(

@@ -310,6 +310,7 @@ def test_attend_leaves_the_states_and_commit_takes_what_is_accepted(form):
 PROMPTS = [[7, 3, 9] * 20, list(range(40))]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("drafter", [False, pytest.param(True, marks=pytest.mark.nightly)])
 def test_speculation_equals_plain_decoding(drafter):
     """Drafts from the text itself and from a recurrent model, right ones and wrong ones."""
@@ -385,6 +386,7 @@ def test_a_row_joins_a_running_batch():
     np.testing.assert_allclose(logits, plain()[[0, 1], [50, 30]], atol=BOUND)
 
 
+@pytest.mark.nightly
 def test_numbers_that_are_not_finite_stay_in_their_row():
     """In padding, in a neighbour, in a token that counts: its row's logits are NaN until it is
     evicted."""

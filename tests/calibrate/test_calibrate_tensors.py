@@ -128,6 +128,7 @@ def _same_keys(constants, wanted) -> bool:
     return all(np.allclose(a, b, rtol=1e-3, atol=1e-3 * np.abs(b).max() + 1e-5) for a, b in pairs)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("attention", [pytest.param(False, marks=pytest.mark.nightly), True])
 def test_commvq(captured, attention, monkeypatch):
     """The keys and values that our calibration itself saw; with queries, also the same loss on
@@ -223,6 +224,7 @@ def attended(shape, spec: str, keys, values, constants) -> np.ndarray:
     return np.asarray(call(cache, keys[:, :, 36:], values[:, :, 36:], constants)[0])
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "spec",
     [

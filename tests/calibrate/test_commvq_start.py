@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import with_nightly
+from cases import thinned, with_nightly
 
 from kvqjax import UserError
 from kvqjax.calibrate.commvq_values import ValueSettings, constants, start
@@ -58,7 +58,7 @@ def test_large_components_get_the_choices_and_the_mean_costs_none():
     assert error(spec, learnt + mean, unseen + mean) < centred
 
 
-@pytest.mark.parametrize("hidden", [1, 7, 128])
+@pytest.mark.parametrize("hidden", thinned([1, 7, 128], 3))
 def test_few_hidden_units_take_fewer_components(hidden):
     """With 2 c hidden units, c of the 64 components are coded, by all choices, and the rest is
     lost."""

@@ -78,6 +78,7 @@ def test_streamed_histograms_give_the_released_objectives(golden):
     assert float(total.clipped[0]) == np.maximum(mask.sum(1) - 2, 0).sum()
 
 
+@pytest.mark.nightly
 def test_loss_is_the_models():
     logits = decoder.logits(MODEL.params, jnp.asarray(TOKENS), CONFIG)[:, :-1]
     wanted = -jnp.take_along_axis(
@@ -138,6 +139,7 @@ def test_sinks_are_left_out_of_thresholds_unless_asked_for(kept):
     assert 0.05 < counted < 0.3
 
 
+@pytest.mark.nightly
 def test_a_killed_run_resumes_to_the_same_bytes(tmp_path):
     method = kvquant(bits=2, outliers=0.1, q_norm=True)
     whole = calibrate(MODEL, method, TOKENS)

@@ -103,6 +103,7 @@ def test_groups_of_pairs_are_an_exact_rearrangement(group):
     np.testing.assert_array_equal(ungroup_pairs(grouped, 16, group), x)
 
 
+@pytest.mark.nightly
 def test_codes_are_computed_against_the_stored_prescale():
     """The first round searches x over the bfloat16 prescale; x over its float32 norm has other
     nearest centres."""

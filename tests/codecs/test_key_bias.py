@@ -32,6 +32,7 @@ def body(cache: Cache) -> list[np.ndarray]:
     return [np.asarray(x) for run in cache.runs for x in jax.tree.leaves(run.body)]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("text", thinned([HIGGS, AQUA], 2))
 def test_one_layer_stores_what_it_would_without_a_bias(text):
     """Sinks, window and words: of a model's first layer only its own bias enters the keys."""
@@ -49,6 +50,7 @@ def test_one_layer_stores_what_it_would_without_a_bias(text):
     assert any((a != b).any() for a, b in zip(body(filled(model, method)), body(kept), strict=True))
 
 
+@pytest.mark.nightly
 def test_what_is_not_encoded_is_read_exactly():
     """Bit for bit as the exact cache, though the window holds keys without their bias."""
     model = biased()

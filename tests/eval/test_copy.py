@@ -99,6 +99,7 @@ def test_texts_are_those_of_their_seed():
     assert first == again != other
 
 
+@pytest.mark.nightly
 def test_the_exact_cache_predicts_what_no_cache_does(recall):
     asked = questions(recall, "symbols", LENGTH, 4, seed=0)
     (made,) = predictions([(recall, kvq.exact())], asked, LENGTH, Entry(chunk=32))

@@ -35,6 +35,7 @@ def run(model, ids, texts, state=None, advance=lambda steps, total: None):
     return scored(model, methods, 0, ids[:3], ids[3:], state=state, advance=advance)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "text",
     [

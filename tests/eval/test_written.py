@@ -51,6 +51,7 @@ def test_same_model_seed_and_size_give_the_same_tokens(kept):
     )
 
 
+@pytest.mark.nightly
 def test_writing_that_was_stopped_goes_on_where_it_was(kept, monkeypatch, tmp_path):
     model = kvq.load("demo")
 

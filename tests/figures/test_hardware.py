@@ -24,6 +24,7 @@ def rows_of(out: Path) -> dict:
     return {(row["block"], row["item"]): row for row in lines}
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "blocks",
     [

@@ -97,6 +97,7 @@ def compiled():
     return config, method, decode_steps.lower(*arguments).compile().as_text()
 
 
+@pytest.mark.nightly
 def test_decode_loop_of_a_tiny_model(compiled, counter):
     """Blocks of the body are read as far as each row reaches; nothing is encoded at rest, one unit
     when due."""

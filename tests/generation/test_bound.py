@@ -131,6 +131,7 @@ def test_free_requests_beside_bound_ones_stay_as_they_are(model):
         assert json.loads(bound.result().text).keys() == {"old", "a"}
 
 
+@pytest.mark.nightly
 @BY_DAY
 def test_a_server_takes_forms(model):
     """And goes on behind those that it refuses."""

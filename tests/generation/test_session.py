@@ -349,6 +349,7 @@ def test_the_cache_grows_by_doubling(model, monkeypatch):
     assert capacities == [32, 64, 128, 128]
 
 
+@pytest.mark.nightly
 def test_turns_without_a_template_are_plain_text():
     """Said once, when the session begins."""
     with pytest.warns(UserWarning, match="no chat template: turns are plain text"):

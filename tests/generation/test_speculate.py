@@ -61,6 +61,7 @@ def test_a_drafter_that_is_always_wrong():
     assert (out.rounds, out.accepted) == (NEW - 1, 0)
 
 
+@pytest.mark.nightly
 def test_end_token_and_other_lengths_compile_nothing_new():
     model, method = model_and_method("kivi2")
     wanted = plain(model, method)

@@ -3,7 +3,7 @@ limits."""
 
 import jax
 import pytest
-from cases import with_nightly
+from cases import thinned, with_nightly
 
 import kvqjax as kvq
 from kvqjax.cache import CacheLayout, allocate_cache
@@ -75,12 +75,15 @@ def test_plans_of_models_with_local_layers_and_parts_of_others(name):
 
 @pytest.mark.parametrize(
     ("name", "layers", "heads"),
-    [
-        ("qwen3.5-9b", (8, 24), 32),
-        ("qwen3.6-27b", (16, 48), 48),
-        ("qwen3.6-35b-a3b", (10, 30), 32),
-        ("qwen3-next-80b-a3b", (12, 36), 32),
-    ],
+    thinned(
+        [
+            ("qwen3.5-9b", (8, 24), 32),
+            ("qwen3.6-27b", (16, 48), 48),
+            ("qwen3.6-35b-a3b", (10, 30), 32),
+            ("qwen3-next-80b-a3b", (12, 36), 32),
+        ],
+        2,
+    ),
 )
 def test_plans_count_the_states_of_recurrent_layers(name, layers, heads):
     """Layers of attention grow with the context; a state is 128 x 128 numbers a head, and three

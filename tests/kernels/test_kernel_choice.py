@@ -250,6 +250,7 @@ def test_the_interpreter_passes_as_a_chip(interpreter):
     assert slow.outcome == "slower"
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("stored", [pytest.param("planes", marks=pytest.mark.nightly), "heads"])
 def test_timed_bodies_hold_encoded_tokens(stored):
     """Every row of the bodies that are timed is the trial's first row, and a longer one goes on
@@ -286,6 +287,7 @@ def swapped(words):
     return tuple(w.at[..., 0].set(w[..., 1]).at[..., 1].set(w[..., 0]) for w in words)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "change",
     thinned(

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cases import thinned
 
 import kvqjax as kvq
 from kvqjax.cache.runs import tiles_of
@@ -153,7 +154,7 @@ def tpu(tmp_path, monkeypatch):
     choose._usable.cache_clear()
 
 
-@pytest.mark.parametrize(("fault", "outcome"), [(0.0, "faster"), (0.02, "wrong")])
+@pytest.mark.parametrize(("fault", "outcome"), thinned([(0.0, "faster"), (0.02, "wrong")], 2))
 def test_cudnn_is_checked_by_the_same_rule(fault, outcome):
     """XLA's products stand in for cuDNN on a CPU, as they are and with every output 2 % too
     large."""

@@ -129,6 +129,7 @@ def encoded(runs, given, constants, dtype):
     return out
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("options", "dtype"),
     [

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import with_constants, with_nightly
+from cases import thinned, with_constants, with_nightly
 from tiny import tiny
 
 import kvqjax as kvq
@@ -132,7 +132,7 @@ def test_every_reader_is_the_oracle(heads, form):
         np.testing.assert_allclose(got, wanted, atol=2.0**-14 * np.abs(values).max())
 
 
-@pytest.mark.parametrize(("heads", "parts"), [("all", 1), ("2", 2), ("own", 4)])
+@pytest.mark.parametrize(("heads", "parts"), thinned([("all", 1), ("2", 2), ("own", 4)], 3))
 def test_a_mesh_splits_as_many_heads_as_have_transforms_of_their_own(heads, parts):
     layout = kvq.init_cache(tiny(num_kv_heads=4).config.kv_shape, SPECS[heads], 1, 256).layout
     assert [n for n in (1, 2, 4) if shares_heads(layout, n)][-1] == parts

@@ -145,6 +145,7 @@ def body(cache):
     return {s: {n: stored(s, n, field) for n, field in codec.fields.items()} for s, codec in codecs}
 
 
+@pytest.mark.nightly
 def test_every_prefix_streams_to_the_same_words():
     """Token by token, as one chunk and by exact prefill: one layer's sources are equal, so its
     packed words are."""

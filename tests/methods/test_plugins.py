@@ -149,6 +149,7 @@ def theirs(package, monkeypatch):
     return package(gained="their_package:gained")
 
 
+@pytest.mark.nightly
 def test_a_calibrated_codec_of_another_package(theirs, capsys, monkeypatch, tmp_path):
     """Named, listed, calibrated and used from the command line; what calibrates it is found by its
     codec's `fit`."""

@@ -281,6 +281,7 @@ def test_methods_of_a_rotation_say_which_remain(text):
         )
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("rope", [pytest.param("pre", marks=pytest.mark.nightly), "post"])
 def test_a_rotated_body_gets_the_bias_rotated(rope):
     """At 8 bits nothing else is lost: a bias that were added as it is would change every score."""
@@ -467,6 +468,7 @@ def test_policies_of_other_engines_parse():
         assert isinstance(kvq.parse(text), Method)
 
 
+@pytest.mark.nightly
 def test_a_shape_s_fitted_rotations_are_matrices_of_its_owner():
     """`from_tensors` cannot fit them, so that the line names another way; with that the cache
     attends."""

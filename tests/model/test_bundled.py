@@ -120,6 +120,7 @@ def test_mistral_forgets_what_left_its_window():
     assert _exact_answers(model, problems) <= 0.2
 
 
+@pytest.mark.nightly
 def test_qwen2_has_the_key_bias_of_qwen25():
     """|bias| at least 25 x the median distance of a key from the mean key, in every layer."""
     model = kvq.load(_folder("qwen2"))

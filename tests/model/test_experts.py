@@ -185,6 +185,7 @@ def ready(model: kvq.Model, spec: str) -> tuple[kvq.Model, kvq.Method]:
     return made, method
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("spec", thinned(SPECS, len(SPECS)))
 def test_every_kind_of_cache(spec):
     """What is cached comes before the experts, so that all methods work, stacked or layer by layer:
@@ -262,6 +263,7 @@ def test_text_on_a_mesh_is_that_of_one_device():
         assert got == want
 
 
+@pytest.mark.nightly
 def test_a_mesh_shares_out_the_experts():
     model = mixed()
     spread = kvq.shard(model, kvq.exact(), data=2, model=4)

@@ -225,6 +225,7 @@ def test_a_plan_from_the_config_alone():
     )
 
 
+@pytest.mark.nightly
 def test_rows_come_and_go_and_caches_are_saved(tmp_path):
     model, method = latent_model(), "kivi:bits=4,window=32"
     cache, newest = filled(model, method), tokens(2, 1, 7)
@@ -275,6 +276,7 @@ def test_weights_come_as_stacks_as_a_list_and_as_codes(tmp_path):
 MESHES = [pytest.param({"data": 2, "model": 2}, marks=pytest.mark.nightly), {"seq": 2, "model": 4}]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_a_mesh_computes_the_same(mesh):
     """Devices share out the query heads and their up-projections; all of a model axis shares the

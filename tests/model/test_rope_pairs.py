@@ -141,6 +141,7 @@ def test_the_check_names_the_order(pairs, fraction):
         check_rope(slower, 0, theirs)
 
 
+@pytest.mark.nightly
 def test_tensors_calibrate_in_the_order_in_which_they_come():
     pairs, fraction = "neighbours", 0.5
     channels, tokens = order(pairs, fraction), new_tokens(3, count=160)

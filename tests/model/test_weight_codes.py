@@ -89,7 +89,7 @@ def test_scales_keep_the_compute_dtype():
         code_weight(jnp.ones((1, 12, 8)), 3)
 
 
-@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("bits", thinned([8, 4], 3))
 @pytest.mark.parametrize("inputs", [1, 7, 12, 31, 36, 130, 257])
 def test_any_width_is_coded(inputs, bits):
     """Within half a step of its group, which has at most 128 inputs; scales take less than the
@@ -258,7 +258,7 @@ def test_loading_codes_one_parameter_after_the_other(tmp_path):
         kvq.load(tmp_path, weights="int3")
 
 
-@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("bits", thinned([8, 4], 2))
 def test_one_layer_at_a_time_is_decoded(bits):
     """Compiled decode loop: its arguments are the codes, its temporaries hold less than two layers
     in float32."""

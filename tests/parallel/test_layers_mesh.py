@@ -45,6 +45,7 @@ def call(cache, counts, constants, length: int):
     return jnp.stack(outs), kvq.append(cache, new, counts, constants=constants)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "spec", with_nightly(SPLIT, ["kivi:bits=4,value_group=16,window=32,sinks=3"])
 )

@@ -37,6 +37,7 @@ def test_an_open_engine_leaves_the_exit_code_of_a_program_alone(moment):
     assert "terminate called" not in done.stderr
 
 
+@pytest.mark.nightly
 def test_an_open_engine_leaves_the_exception_of_a_program_alone():
     done = ended("raise ValueError('mine')")
     assert done.returncode == 1

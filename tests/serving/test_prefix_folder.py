@@ -83,6 +83,7 @@ def test_rows_and_pages_come_back_bit_for_bit(model, tmp_path):
         np.testing.assert_array_equal(array, read[1][name])
 
 
+@pytest.mark.nightly
 def test_those_used_last_come_first_where_room_is_short(model, tmp_path):
     small = {"capacity": 192, "chunk": 32}
     assert (

@@ -82,6 +82,7 @@ def test_keys_are_turned_and_first_tokens_read_anew():
     np.testing.assert_allclose(*logits, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("rope", with_nightly(["pre", "post"], ["pre"]))
 def test_one_layer_cannot_tell_texts_apart(rope):
     """In a model of one layer what is cached depends on the token and its place alone."""

@@ -119,6 +119,7 @@ def run(name: str, kind: str, folder, **options):
         assert 0 < error < ERROR[kind]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("kind", "name"),
     with_nightly(itertools.product(COMPRESSED, CLIENTS), [("kivi", "nnx_model")]),

@@ -88,6 +88,7 @@ def test_prefill_attend_and_commit_take_a_mask(name):
     )
 
 
+@pytest.mark.nightly
 def test_a_decode_step_takes_the_mask_of_active_rows():
     model, method = model_and_method("kivi2")
     cache = step(

@@ -97,6 +97,7 @@ def test_a_view_crosses(name, wrap):
     assert_steps_equal(cache, cache, run if wrap is jax.jit else jax.jit(run), plain, constants)
 
 
+@pytest.mark.nightly
 def test_views_cross_jit_all_together():
     cache, mask, (q, k, v) = (
         kvq.init_cache(SHAPE, "kivi:bits=2", ROWS, CAPACITY),
