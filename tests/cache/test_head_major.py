@@ -18,7 +18,7 @@ from kvqjax.cache.readers import decoded
 from kvqjax.cache.reshape import CANONICAL, convert
 from kvqjax.ops.layout import Field
 
-forward, prefill = jax.jit(kvq.forward), jax.jit(kvq.prefill)
+forward, prefill = jax.jit(kvq.forward, static_argnames="last"), jax.jit(kvq.prefill)
 unpacked = jax.jit(lambda field, *args: field.packing.read(*args), static_argnums=(0, 4))
 KIVI = ("kivi2", "kivi3-sinks", "kivi4-float32", "kivi8", "kivi-wide-groups", "kivi-published")
 PER_TOKEN = ("uniform",)
@@ -285,6 +285,7 @@ def test_on_a_mesh():
     np.testing.assert_allclose(found[1], found[0], atol=BOUND)
 
 
+@pytest.mark.nightly
 def test_a_sliding_window_s_ring_is_read_head_by_head():
     """Rows that have gone around the ring, and one that has not; blocks are then read as they
     lie."""
@@ -292,8 +293,8 @@ def test_a_sliding_window_s_ring_is_read_head_by_head():
     for form in ("planes", "heads"):
         cache = kvq.init_cache(model, "kivi:bits=4,value_group=16,window=0", 2, 4096, form=form)
         assert runs_of(cache.layout)[0].wraps
-        cache = kvq.forward(model, text, jnp.asarray([1500, 300]), cache, last=True)[1]
-        logits[form] = kvq.forward(model, text[:, :1], jnp.asarray([1, 1]), cache, last=True)[0]
+        cache = forward(model, text, jnp.asarray([1500, 300]), cache, last=True)[1]
+        logits[form] = forward(model, text[:, :1], jnp.asarray([1, 1]), cache, last=True)[0]
     np.testing.assert_allclose(
         logits["heads"], logits["planes"], atol=BOUND * float(jnp.abs(logits["planes"]).max())
     )

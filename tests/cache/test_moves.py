@@ -46,6 +46,7 @@ def places(cache, row: int) -> tuple[int, int]:
     return sinks + first, sinks + max(first, last)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "name",
     with_nightly(
@@ -108,7 +109,14 @@ def test_whole_pages_leave_the_table():
     [
         ("exact", {"rope": (LOCAL, GLOBAL)}, "float32", (96, 160), 2e-5),
         pytest.param("exact", {}, "bfloat16", (96, 160), 2**-7, marks=pytest.mark.nightly),
-        ("kivi:bits=2,window=32,rope=pre,sinks=4", {"num_layers": 1}, "float32", (68, 164), 2e-5),
+        pytest.param(
+            "kivi:bits=2,window=32,rope=pre,sinks=4",
+            {"num_layers": 1},
+            "float32",
+            (68, 164),
+            2e-5,
+            marks=pytest.mark.nightly,
+        ),
     ],
     ids=["turned", "bfloat16", "stored before RoPE"],
 )

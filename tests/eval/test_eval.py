@@ -124,6 +124,7 @@ def test_bytes_are_counted_at_the_context_that_is_named():
     )
 
 
+@pytest.mark.nightly
 def test_drift_bins_add_up_to_perplexity():
     method = kvq.kivi(bits=2, window=32)
     row = drift(tiny(), IDS, method, chunk=32, window=192, tokens=384, bins=3)

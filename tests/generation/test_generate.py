@@ -61,6 +61,7 @@ def test_stride_does_not_change_the_answer():
     assert [len(piece[0]) for piece in pieces] == [1, 5, 5, 5, 5, 3]
 
 
+@pytest.mark.nightly
 def test_programs_are_one_per_bucket_and_none_per_step():
     generation.prefill_donated.clear_cache()
     generation.decode_steps.clear_cache()

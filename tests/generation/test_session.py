@@ -81,7 +81,6 @@ def test_an_answer_s_own_ids_are_kept_though_the_tokenizer_would_write_others(mo
     assert session.last.prompt_tokens == len(TURNS[1]) + len(",?")
 
 
-@pytest.mark.nightly
 def test_what_a_template_leaves_out_is_cut_and_fed_anew(model):
     """The system message changes after the first turn: the cache goes back to where the
     conversations differ."""
@@ -304,6 +303,7 @@ def test_a_cache_that_cannot_shift_is_refused_when_the_session_is_made(model):
             kvq.Session(model, method, context_shift=True)
 
 
+@pytest.mark.nightly
 def test_what_a_template_leaves_out_leaves_the_cache(tmp_path):
     """The template writes earlier answers without their first 70 characters, as those of models
     that think do. What follows the place is not read again."""

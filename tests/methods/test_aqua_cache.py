@@ -215,6 +215,7 @@ def test_a_step_holds_one_layers_carry():
     assert carry < program.memory_analysis().temp_size_in_bytes < 1.7 * carry
 
 
+@pytest.mark.nightly
 def test_exact_residuals_give_the_exact_caches_logits():
     """With 16-bit codecs everything but the quantisation remains: predictors, carry, order and
     rotation."""

@@ -162,7 +162,7 @@ def test_exact_cache_equals_the_decoder_without_one():
 
 
 # Every method in the form of CPUs, and of GPUs (by head); few of these pairs with every change.
-OFTEN = (("kivi-8-and-2", None), ("turboquant", "heads"))
+OFTEN = (("kivi-8-and-2", None),)
 PAIRS = [
     pytest.param(name, form, marks=() if (name, form) in OFTEN else pytest.mark.nightly)
     for name in METHODS
@@ -170,6 +170,7 @@ PAIRS = [
 ]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("name", "form"), PAIRS)
 def test_every_method_attends_to_what_it_stores(name, form):
     model = latent_model()

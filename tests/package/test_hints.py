@@ -6,7 +6,7 @@ import shlex
 
 import jax.numpy as jnp
 import pytest
-from cases import with_nightly
+from cases import thinned, with_nightly
 from commands import run
 from tiny import tiny
 
@@ -92,7 +92,7 @@ RIGHT = {
 }
 
 
-@pytest.mark.parametrize("name", HABITS)
+@pytest.mark.parametrize("name", thinned(HABITS, 2))
 def test_what_is_said_to_users_of_other_libraries_works(model, name):
     function = {
         "load_in_4bit": kvq.load,

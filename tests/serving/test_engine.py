@@ -270,6 +270,7 @@ def test_warming_waits_for_room_in_the_queue(model, monkeypatch):
         assert engine.stats().requests == 2
 
 
+@pytest.mark.nightly
 def test_a_client_whose_event_loop_is_closed_harms_no_other(model):
     with engine_of(model, "exact", rows=2, stride=2) as engine:
         left, stays = (engine.submit(PROMPTS[0], max_new_tokens=150, eos_ids=()) for _ in range(2))

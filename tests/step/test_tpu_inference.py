@@ -327,6 +327,7 @@ def test_a_token_that_is_not_finite_counts_in_its_call(number):
     call(layer, [New(b, 20, 1), New(a._replace(k=keys), 40, 1)])
 
 
+@pytest.mark.nightly
 def test_blocks_change_in_place():
     """No second cache beside the one that is given away."""
     layer = jax.eval_shape(lambda: paged.create_kv_caches(SHAPE, KIVI, 4096, 65536, dtype="f32")[0])
