@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import thinned
+from cases import thinned, with_nightly
 from tiny import tiny
 
 import kvqjax as kvq
@@ -253,7 +253,9 @@ def test_attention_takes_the_constants(captured, spec):
     assert errors[0] < min(0.5, errors[1])
 
 
-@pytest.mark.parametrize("spec", thinned(["kvquant:bits=2", AQUA, COMMVQ], 3))
+@pytest.mark.parametrize(
+    "spec", with_nightly(["kvquant:bits=2", AQUA, COMMVQ], ["kvquant:bits=2", COMMVQ])
+)
 def test_a_killed_calibration_goes_on(captured, tmp_path, spec):
     shape, options = tiny().config.kv_shape, {"recipe": QUICK} if "commvq" in spec else {}
     fit = functools.partial(kvq.calibrate.from_tensors, spec, shape, **options)

@@ -24,7 +24,7 @@ def rows(x):
 
 @pytest.mark.smoke
 @pytest.mark.parametrize("bits", [2, 4])
-@pytest.mark.parametrize("group", [32, 64])
+@pytest.mark.parametrize("group", thinned([32, 64], 2))
 @pytest.mark.parametrize(("source", "along"), [("k", "tokens"), ("v", "channels")])
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 def test_codes_and_parameters_equal_the_published_ones(bits, group, source, along, file):

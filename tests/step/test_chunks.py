@@ -28,7 +28,7 @@ LOCAL, GLOBAL = kvq.Rope(theta=100.0), kvq.Rope(kind="linear", factor=8.0)  # of
     "name",
     with_nightly(
         ["kvquant", "klt-own", "aqua-klt", "commvq", "xquant-cl"],
-        ["kvquant"],
+        ["klt-own"],
     ),
 )
 def test_words_are_those_of_a_cache_that_got_all_tokens(name):
