@@ -70,6 +70,7 @@ def test_chunks_evict_whole_groups():
     assert (np.diff(groups, axis=1) == 1).all()
 
 
+@pytest.mark.nightly
 def test_another_capacity_keeps_what_is_kept():
     """As large a body in a larger cache, and back; a smaller body, whose groups come first, and
     back."""

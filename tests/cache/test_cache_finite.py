@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from algebra import BAD, all_finite, check_row, empty, extend, fresh
-from cases import CASES, FEW, GENERAL, model_and_method, with_nightly
+from cases import CASES, CORE, FEW, GENERAL, model_and_method, with_nightly
 from tiny import spoiling, tiny
 
 import kvqjax as kvq
@@ -135,6 +135,7 @@ def test_what_is_not_finite_is_seen_and_does_not_outlive_its_request(name):
 THROUGH = ("kivi3-sinks", "kivi-published", "aqua", "xquant-cl", "exact:keep=streaming:32")
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", with_nightly(THROUGH, ["kivi3-sinks"]))
 def test_a_token_without_a_finite_embedding(name):
     """Through `forward` and through `prefill`: logits are NaN from that token on, and in later
@@ -207,7 +208,7 @@ HUGE = 6e4
         "commvq",
         pytest.param("aqua", marks=pytest.mark.nightly),
         pytest.param("xquant-latents", marks=pytest.mark.nightly),
-        "xquant-cl",
+        pytest.param("xquant-cl", marks=pytest.mark.nightly),
     ],
 )
 def test_reconstructions_saturate_in_float16(name):
@@ -239,9 +240,7 @@ def test_reconstructions_saturate_in_float16(name):
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [
-        *with_nightly(
-            ((name, "float32") for name in CASES), [(name, "float32") for name in GENERAL]
-        ),
+        *with_nightly(((name, "float32") for name in CASES), [(name, "float32") for name in CORE]),
         *with_nightly(
             ((name, "bfloat16") for name in (*FEW, "kvquant", "commvq")),
             [("kivi2", "bfloat16"), ("kvquant", "bfloat16")],
@@ -262,15 +261,20 @@ def test_codecs_of_huge_numbers_stay_finite(name, dtype):
             assert np.isfinite(np.asarray(back, np.float32)).all()
 
 
-def test_generation_says_so():
+@pytest.mark.parametrize(
+    "call",
+    with_nightly([kvq.generate, kvq.speculate, kvq.beam_search], [kvq.generate]),
+    ids=lambda call: call.__name__,
+)
+def test_generation_says_so(call):
     """The model draws a token that has no finite embedding: not a word of what follows is given
     out."""
     message = "row 0: a key or value of token 2 is NaN or infinite; check the model's weights, or try dtype='f32'"
-    for call in (kvq.generate, kvq.speculate, kvq.beam_search):
-        with pytest.raises(kvq.UserError, match=f"^{message}$"):
-            call(spoiling(), [[1, 2]], kvq.exact(), max_new_tokens=4)
+    with pytest.raises(kvq.UserError, match=f"^{message}$"):
+        call(spoiling(), [[1, 2]], kvq.exact(), max_new_tokens=4)
 
 
+@pytest.mark.nightly
 def test_calibration_sees_it_too():
     """AQUA-KV fits what an exact prefill gives the cache, where 0 stands for what is not finite."""
     model = kvq.load("recall")

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import GENERAL, model_and_method, with_nightly
+from cases import GENERAL, model_and_method, thinned, with_nightly
 from tiny import tiny, tokens
 
 import kvqjax as kvq
@@ -49,7 +49,7 @@ def through(model, method, size: int, within: str):
 
 
 @pytest.mark.parametrize("windows", [pytest.param(None, marks=pytest.mark.nightly), (40, None)])
-@pytest.mark.parametrize("size", [7, 64])
+@pytest.mark.parametrize("size", thinned([7, 64], 2))
 def test_exact_cache_in_chunks_is_the_plain_decoder(size, windows):
     got, _ = through(tiny(sliding_window=windows), kvq.exact(sinks=3), size, "chunk")
     for row, count in enumerate(COUNTS):
@@ -103,6 +103,7 @@ def test_drafts_see_what_single_steps_see(name):
     )
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "name",
     with_nightly((name for name in GENERAL if name.startswith("kivi")), ["kivi-pre"]),

@@ -37,7 +37,7 @@ def shuffled(cache, lengths):
 
 @pytest.mark.parametrize(
     "name",
-    with_nightly(GENERAL, ["sliding-mixed", "kvquant"]),
+    with_nightly(GENERAL, ["kvquant"]),
 )
 def test_pages_hold_the_words_of_rows_of_their_own(name):
     """Ragged rows of the same sources, in chunks of any size and single tokens."""
@@ -82,12 +82,13 @@ def test_queries_see_through_pages_what_they_see_in_rows(name):
     assert not np.asarray(paged.overflow).any()
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("name", "form", "target"),
     [
         pytest.param("kivi2", "stripes", "cpu", marks=pytest.mark.nightly),
-        ("klt-own", "stripes", "cpu"),
-        ("kivi2", "planes", "v5e"),
+        pytest.param("klt-own", "stripes", "cpu", marks=pytest.mark.nightly),
+        pytest.param("kivi2", "planes", "v5e", marks=pytest.mark.nightly),
         ("kivi2", "heads", "sm90"),
     ],
 )

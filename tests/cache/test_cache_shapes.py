@@ -134,6 +134,7 @@ def test_every_kind_of_fault_has_its_line(name):
             kvq.fork(broken)
 
 
+@pytest.mark.nightly
 def test_parts_of_a_mesh_pass():
     """In a `shard_map` of one's own, where a device has its share of the rows or of anything else,
     and in a vmap."""

@@ -19,7 +19,7 @@ BROKEN = -1
 ROWS = [list(range(330)), list(range(100, 331)), list(range(40, 57))]
 
 
-@pytest.mark.parametrize("name", with_nightly(GENERAL, ["sliding-mixed", "kvquant"]))
+@pytest.mark.parametrize("name", with_nightly(GENERAL, ["sliding-mixed"]))
 def test_crop_inside_the_window_is_exact(name):
     """No encoded token is cut: the length is kept to the token, and other tokens follow as if
     nothing had been there."""

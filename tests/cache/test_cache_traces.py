@@ -2,6 +2,7 @@
 are wanted."""
 
 import numpy as np
+import pytest
 from tiny import tiny
 
 import kvqjax as kvq
@@ -29,6 +30,7 @@ def programs(*functions):
     return [function._cache_size() for function in functions]
 
 
+@pytest.mark.nightly
 def test_how_many_tokens_are_wanted_is_data():
     """The same prompt and, of its bucket, another; the capacity is chosen by buckets too."""
     model, functions = (
@@ -43,6 +45,7 @@ def test_how_many_tokens_are_wanted_is_data():
     assert programs(*functions) == before
 
 
+@pytest.mark.nightly
 def test_beams_and_drafts_share_their_programs_too():
     model, functions = (
         tiny(),

@@ -19,7 +19,9 @@ AT_ONCE = [
     pytest.param(
         "kivi:bits=2,value_group=16,window=32,sinks=3", "planes", marks=pytest.mark.nightly
     ),
-    ("kivi:key_bits=3,value_bits=1,value_group=16,window=0", "planes"),
+    pytest.param(
+        "kivi:key_bits=3,value_bits=1,value_group=16,window=0", "planes", marks=pytest.mark.nightly
+    ),
     pytest.param(
         "kivi:bits=2,value_group=16,window=32,sinks=3", "heads", marks=pytest.mark.nightly
     ),

@@ -33,6 +33,7 @@ def logits(model, method, target):
     return np.asarray(found), runs_of(cache.layout)[-1]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "name", [pytest.param("aqua", marks=pytest.mark.nightly), "xquant-cl"]
 )  # keys and values of every head; values summed for all heads

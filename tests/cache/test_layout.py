@@ -27,7 +27,7 @@ def field_of(form: str, bits: int) -> Field:
 
 
 @pytest.mark.smoke
-@pytest.mark.parametrize(("bits", "form"), thinned([*CODES, *FOR_CPUS], 4))
+@pytest.mark.parametrize(("bits", "form"), thinned([*CODES, *FOR_CPUS], 8))
 def test_codes_come_back_after_overwriting(bits, form):
     rng = np.random.default_rng(bits)
     field = field_of(form, bits)
@@ -120,7 +120,7 @@ MANY = [("planes", 1), ("planes", 2), ("planes", 3), ("columns", 2), ("stripes",
         ("rows", 0), ("heads", 1), ("heads", 2), ("heads", 3), ("heads", 4), ("heads", 0)]  # fmt: skip
 
 
-@pytest.mark.parametrize(("form", "bits"), thinned(MANY, 5))
+@pytest.mark.parametrize(("form", "bits"), thinned(MANY, 12))
 def test_many_tokens_at_once_are_written_as_plane_by_plane(form, bits):
     """From any multiple of 32 on, up to the body's end, over what stood there; or not, where it is
     not wanted."""

@@ -36,6 +36,7 @@ def held(spec: str, form: str = "heads", dtype: str = "f32"):
     return model, cache
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("length", thinned([1, 5], 2))
 @pytest.mark.parametrize("spec", with_nightly(SPECS, SPECS[-1:]))
 def test_equal_but_for_rounding(spec, length):
@@ -62,6 +63,7 @@ def test_equal_in_bfloat16():
     np.testing.assert_array_equal(few, whole)
 
 
+@pytest.mark.nightly
 def test_a_row_that_is_longer_than_promised_gets_nan():
     model, cache = held("exact")
     logits, _ = forward(
@@ -71,6 +73,7 @@ def test_a_row_that_is_longer_than_promised_gets_nan():
     assert np.isfinite(logits[1]).all()
 
 
+@pytest.mark.nightly
 def test_on_a_mesh():
     spec, text = SPECS[1], tokens(2, 321)
     model = kvq.shard(tiny(), spec, data=2, seq=2, model=2)
@@ -169,6 +172,7 @@ def test_spans_of_rows_give_what_all_slots_do(spec, length, monkeypatch):
     assert np.isnan(step(LengthBound(4096, 1000))[0]).all()  # less than they hold
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("blocks", thinned([1, 3], 2))
 @pytest.mark.parametrize("spec", with_nightly(SPANS, SPANS[-1:]))
 def test_parts_of_a_body_give_what_all_of_it_does(spec, blocks, monkeypatch):

@@ -46,6 +46,7 @@ def places(cache, row: int) -> tuple[int, int]:
     return sinks + first, sinks + max(first, last)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "name",
     with_nightly(
@@ -59,7 +60,7 @@ def places(cache, row: int) -> tuple[int, int]:
             "xquant-latents",
             "xquant-cl",
         ],
-        ["klt", "aqua"],
+        ["klt"],
     ),
 )
 def test_words_are_those_of_a_cache_that_never_had_the_tokens(name):
@@ -107,8 +108,15 @@ def test_whole_pages_leave_the_table():
     ("spec", "changes", "dtype", "bounds", "exact"),
     [
         ("exact", {"rope": (LOCAL, GLOBAL)}, "float32", (96, 160), 2e-5),
-        ("exact", {}, "bfloat16", (96, 160), 2**-7),
-        ("kivi:bits=2,window=32,rope=pre,sinks=4", {"num_layers": 1}, "float32", (68, 164), 2e-5),
+        pytest.param("exact", {}, "bfloat16", (96, 160), 2**-7, marks=pytest.mark.nightly),
+        pytest.param(
+            "kivi:bits=2,window=32,rope=pre,sinks=4",
+            {"num_layers": 1},
+            "float32",
+            (68, 164),
+            2e-5,
+            marks=pytest.mark.nightly,
+        ),
     ],
     ids=["turned", "bfloat16", "stored before RoPE"],
 )
@@ -145,6 +153,7 @@ def test_keys_stand_at_their_new_places(spec, changes, dtype, bounds, exact):
         np.testing.assert_allclose(*logits, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.nightly
 def test_the_turned_part_of_a_latent_stands_at_its_new_place():
     """In the first layer what is cached depends on the token and its place alone."""
     model, text = drawn(tiny(**LATENTS)), np.asarray(tokens(1, 300))
@@ -159,6 +168,7 @@ def test_the_turned_part_of_a_latent_stands_at_its_new_place():
     assert np.abs(np.asarray(kvq.dense(cache, 0, model)[0] - kvq.dense(fed, 0, model)[0])).max() > 1
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "spec", with_nightly(["exact", "kivi:bits=2,value_group=16,window=32,rope=pre"], ["exact"])
 )

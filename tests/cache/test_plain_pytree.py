@@ -8,7 +8,7 @@ import jaxtyping
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
-from cases import CASES, CORE, model_and_method, with_nightly
+from cases import CASES, HALF, model_and_method, thinned, with_nightly
 from flax import serialization
 
 import kvqjax as kvq
@@ -53,14 +53,14 @@ def same(one, other) -> None:
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", thinned(NAMES, 3))
 def test_no_array_is_empty(name):
     # Models are kept, so none is made inside the trace.
     model_and_method(MORE[name][0] if name in MORE else name)
     assert all(leaf.size for leaf in jax.tree.leaves(jax.eval_shape(lambda: empty(name))))
 
 
-@pytest.mark.parametrize("name", with_nightly(NAMES, [*CORE, *MORE]))
+@pytest.mark.parametrize("name", with_nightly(NAMES, [*HALF, *MORE]))
 def test_a_cache_comes_back_from_what_saves_pytrees(name, tmp_path):
     cache = numbered(empty(name))
     leaves, form = jax.tree.flatten(cache)

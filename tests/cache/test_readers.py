@@ -96,6 +96,7 @@ def attend_densely(call, carry):
     return Partial(jnp.einsum("bhts,bshd->bthd", weights, v), jnp.moveaxis(lse, 1, 2)), carry
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("name", "form"),
     with_nightly(

@@ -27,6 +27,7 @@ from kvqjax.model.rope import positions_of_layer, rotate
 LENGTH, CAPACITY, BOUND = 160, 192, 3e-4
 COUNTS = (160, 77)
 forward, prefill = jax.jit(kvq.forward, static_argnames="last"), jax.jit(kvq.prefill)
+attend, commit = jax.jit(kvq.attend, static_argnames="within"), jax.jit(kvq.commit)
 plain_logits = jax.jit(decoder.logits, static_argnums=2)
 
 
@@ -111,9 +112,9 @@ def test_an_exact_prefill_and_left_padding(form):
     turned = jnp.stack(
         [jnp.roll(row, LENGTH - count) for row, count in zip(text, counts, strict=True)]
     )
-    again = kvq.forward(
-        model, turned, jnp.asarray(mask), kvq.init_cache(model, "exact", 2, CAPACITY)
-    )[1]
+    again = forward(model, turned, jnp.asarray(mask), kvq.init_cache(model, "exact", 2, CAPACITY))[
+        1
+    ]
     near(again.states, cache.states)
 
 
@@ -195,6 +196,7 @@ def case(name: str) -> tuple[kvq.Model, kvq.Method]:
     return with_constants(drawn(model), method), method
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "name",
     with_nightly(CASES, ["kivi2"]),
@@ -216,6 +218,7 @@ SCALED = RopeConfig(
 )
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "spec",
     with_nightly(["higgs:bits=4,window=32", "xquant:bits=4,group=32"], ["xquant:bits=4,group=32"]),
@@ -295,20 +298,21 @@ def test_attend_leaves_the_states_and_commit_takes_what_is_accepted(form):
     model, text = in_form(hybrid(UNEVEN), form), tokens(2, LENGTH)
     cache = filled(model, counts=(100, 60))
     draft = jnp.stack([text[0, 100:106], text[1, 60:66]])
-    logits, pending = kvq.attend(model, draft, jnp.asarray([6, 6]), cache, within="step")
+    logits, pending = attend(model, draft, jnp.asarray([6, 6]), cache, within="step")
     for row, start in enumerate((100, 60)):
         np.testing.assert_allclose(logits[row], plain(UNEVEN)[row, start : start + 6], atol=BOUND)
     equal(cache.states, filled(model, counts=(100, 60)).states)
     near(
-        kvq.commit(model, cache, pending, jnp.asarray([3, 5])).states,
+        commit(model, cache, pending, jnp.asarray([3, 5])).states,
         filled(model, counts=(103, 65)).states,
     )
-    equal(kvq.commit(model, cache, pending, jnp.asarray([0, 0])).states, cache.states)
+    equal(commit(model, cache, pending, jnp.asarray([0, 0])).states, cache.states)
 
 
 PROMPTS = [[7, 3, 9] * 20, list(range(40))]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("drafter", [False, pytest.param(True, marks=pytest.mark.nightly)])
 def test_speculation_equals_plain_decoding(drafter):
     """Drafts from the text itself and from a recurrent model, right ones and wrong ones."""
@@ -355,7 +359,13 @@ def test_rows_move_with_their_states():
         (kvq.insert(cache, 0, cache, 1), [1, 1]),
         (kvq.resize(cache, 256), [0, 1]),
     ):
-        np.testing.assert_allclose(following(model, moved), wanted[rows], atol=BOUND)
+        for number, row in enumerate(rows):
+            equal(row_of(moved, number), row_of(cache, row))
+        if (moved.batch, moved.layout.capacity) == (
+            2,
+            CAPACITY,
+        ):  # these need no program of their own
+            np.testing.assert_allclose(following(model, moved), wanted[rows], atol=BOUND)
 
 
 def test_an_evicted_row_is_a_new_row():
@@ -364,10 +374,11 @@ def test_an_evicted_row_is_a_new_row():
     cache = kvq.evict(filled(model), jnp.asarray([True, False]))
     assert all(not np.asarray(x).any() for x in jax.tree.leaves(row_of(cache, 0)))
     equal(row_of(cache, 1), row_of(filled(model), 1))
-    text = tokens(2, 40, 3)
-    again = forward(model, text, jnp.asarray([40, 0]), cache)
-    alone = forward(model, text[:1], jnp.asarray([40]), kvq.init_cache(model, "exact", 1, CAPACITY))
-    np.testing.assert_allclose(again[0][0], alone[0][0], atol=BOUND)
+    # As wide as every prompt here, so that no other program is needed.
+    text, counts = tokens(2, LENGTH, 3), jnp.asarray([40, 0])
+    again = forward(model, text, counts, cache)
+    alone = forward(model, text, counts, kvq.init_cache(model, "exact", 2, CAPACITY))
+    np.testing.assert_allclose(again[0][0, :40], alone[0][0, :40], atol=BOUND)
     near(row_of(again[1], 0), row_of(alone[1], 0))
 
 
@@ -384,6 +395,7 @@ def test_a_row_joins_a_running_batch():
     np.testing.assert_allclose(logits, plain()[[0, 1], [50, 30]], atol=BOUND)
 
 
+@pytest.mark.nightly
 def test_numbers_that_are_not_finite_stay_in_their_row():
     """In padding, in a neighbour, in a token that counts: its row's logits are NaN until it is
     evicted."""
@@ -402,8 +414,8 @@ def test_numbers_that_are_not_finite_stay_in_their_row():
         np.testing.assert_allclose(logits[1], following(foul, clean)[1], atol=BOUND)
         again = kvq.evict(cache, jnp.asarray([True, False]))
         assert np.isfinite(following(foul, again)).all()
-    pending = kvq.attend(foul, spoilt, counts, empty)[1]
-    done = kvq.commit(foul, empty, pending, counts)
+    pending = attend(foul, spoilt, counts, empty)[1]
+    done = commit(foul, empty, pending, counts)
     assert done.finite.tolist() == [10, 30]
     near(done.states, cache.states)
 
@@ -417,11 +429,10 @@ def test_a_number_that_is_not_finite_behind_the_last_layer_of_attention_counts()
         params=model.params
         | {"layers": model.params["layers"] | {"delta_v": rows.replace(stack=stack)}}
     )
-    logits, cache = forward(
-        foul, tokens(1, 8), jnp.asarray([8]), kvq.init_cache(foul, "exact", 1, 64)
-    )
-    assert np.isnan(logits).all()
-    assert cache.finite.tolist() == [0]
+    counts, empty = jnp.asarray([8, 8]), kvq.init_cache(foul, "exact", 2, CAPACITY)
+    logits, cache = forward(foul, tokens(2, LENGTH), counts, empty)
+    assert np.isnan(logits[:, :8]).all()
+    assert cache.finite.tolist() == [0, 0]
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(cache.states))
 
 
@@ -516,13 +527,17 @@ def test_a_mesh_must_divide_the_heads():
 
 def test_a_saved_cache_comes_back_in_either_form(tmp_path):
     stacks, apart = hybrid(), in_form(hybrid(), "unroll")
-    cache = filled(apart)
-    assert len(cache.states) == 4
-    kvq.save_cache(tmp_path / "cache", cache, apart)
-    back = kvq.load_cache(tmp_path / "cache", stacks)
-    assert len(back.states) == 1
-    equal(jax.tree.map(lambda *x: jnp.concatenate(x), *cache.states), back.states[0])
-    equal(kvq.load_cache(tmp_path / "cache", apart).states, cache.states)
+    cache = filled(stacks)
+    assert len(cache.states) == 1
+    kvq.save_cache(tmp_path / "stacks", cache, stacks)
+    listed = kvq.load_cache(tmp_path / "stacks", apart)
+    assert len(listed.states) == 4
+    equal(jax.tree.map(lambda *x: jnp.concatenate(x), *listed.states), cache.states[0])
+    equal(kvq.load_cache(tmp_path / "stacks", stacks).states, cache.states)
+    kvq.save_cache(tmp_path / "list", listed, apart)
+    equal(kvq.load_cache(tmp_path / "list", apart).states, listed.states)
+    back = kvq.load_cache(tmp_path / "list", stacks)
+    equal(back.states, cache.states)
 
 
 # --- Text, and what it weighs ---

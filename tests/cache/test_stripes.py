@@ -95,6 +95,7 @@ def test_no_kernel_reads_them():
     assert runs_of(cache.layout)[0].wiring.fast.packed.spec.target == "cpu"
 
 
+@pytest.mark.nightly
 def test_saved_caches_are_read_on_either_side(tmp_path):
     """Files hold planes."""
     model, spec = tiny(), "kivi:bits=2,group=128"

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import thinned
+from cases import thinned, with_nightly
 from tiny import tiny
 
 import kvqjax as kvq
@@ -128,6 +128,7 @@ def _same_keys(constants, wanted) -> bool:
     return all(np.allclose(a, b, rtol=1e-3, atol=1e-3 * np.abs(b).max() + 1e-5) for a, b in pairs)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("attention", [pytest.param(False, marks=pytest.mark.nightly), True])
 def test_commvq(captured, attention, monkeypatch):
     """The keys and values that our calibration itself saw; with queries, also the same loss on
@@ -223,6 +224,7 @@ def attended(shape, spec: str, keys, values, constants) -> np.ndarray:
     return np.asarray(call(cache, keys[:, :, 36:], values[:, :, 36:], constants)[0])
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "spec",
     [
@@ -251,7 +253,9 @@ def test_attention_takes_the_constants(captured, spec):
     assert errors[0] < min(0.5, errors[1])
 
 
-@pytest.mark.parametrize("spec", ["kvquant:bits=2", AQUA, COMMVQ])
+@pytest.mark.parametrize(
+    "spec", with_nightly(["kvquant:bits=2", AQUA, COMMVQ], ["kvquant:bits=2", COMMVQ])
+)
 def test_a_killed_calibration_goes_on(captured, tmp_path, spec):
     shape, options = tiny().config.kv_shape, {"recipe": QUICK} if "commvq" in spec else {}
     fit = functools.partial(kvq.calibrate.from_tensors, spec, shape, **options)

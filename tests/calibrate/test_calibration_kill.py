@@ -9,6 +9,7 @@ import time
 
 import jax
 import numpy as np
+import pytest
 
 import kvqjax as kvq
 
@@ -36,6 +37,7 @@ def started(out) -> subprocess.Popen:
     )
 
 
+@pytest.mark.nightly
 def test_killed_and_started_again_gives_the_same_artifact(tmp_path):
     rng = np.random.default_rng(0)
     text = "".join(rng.choice(list("abcd0123,"), SEQUENCES * LENGTH + 9))

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cases import thinned, with_nightly
 
 from kvqjax import UserError
 from kvqjax.calibrate.commvq_values import ValueSettings, constants, start
@@ -33,7 +34,7 @@ def at_full_length(lost):
     return 2 - 2 * np.sqrt(1 - lost)
 
 
-@pytest.mark.parametrize("bits", [1, 2, 4])
+@pytest.mark.parametrize("bits", with_nightly([1, 2, 4], [2]))
 def test_of_independent_components_each_choice_is_a_quantiser_of_four_cells(bits):
     """Four equal cells of a normal variable lose 0.1188 of its variance, seven 0.0468. At 1 bit 31
     of 64 components have four cells, at 2 bits 63 have, at 4 bits seven (and one of these four).
@@ -57,7 +58,7 @@ def test_large_components_get_the_choices_and_the_mean_costs_none():
     assert error(spec, learnt + mean, unseen + mean) < centred
 
 
-@pytest.mark.parametrize("hidden", [1, 7, 128])
+@pytest.mark.parametrize("hidden", thinned([1, 7, 128], 3))
 def test_few_hidden_units_take_fewer_components(hidden):
     """With 2 c hidden units, c of the 64 components are coded, by all choices, and the rest is
     lost."""

@@ -44,6 +44,7 @@ def same(ours: dict, wanted: dict) -> None:
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), ours, wanted)
 
 
+@pytest.mark.nightly
 def test_layers_of_two_calibrations():
     text = f"{TABLES};1={MEANS.replace(',sinks=1', '')}"
     mixed, tables, means = learnt(text), alone(TABLES), alone(MEANS)

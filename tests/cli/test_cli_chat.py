@@ -81,6 +81,7 @@ def test_a_conversation_is_saved_and_goes_on(talk, tmp_path):
         ]
 
 
+@pytest.mark.nightly
 def test_bytes_say_what_the_cache_holds(talk):
     code, out, err = talk(
         f"/bytes\n{FIRST}\n/bytes\n", "--cache", "kivi:bits=4,window=32", "--capacity", "256"

@@ -78,6 +78,7 @@ def test_refused_in_one_line(kind, folder, capsys, monkeypatch):
     assert re.search(said, err), err
 
 
+@pytest.mark.nightly
 def test_longer_texts_when_they_are_said_beforehand(folder, capsys, monkeypatch):
     """The same folder and cache as are refused above."""
     change(folder, {"rope_scaling": LONGROPE}, {})

@@ -71,6 +71,7 @@ def brief(monkeypatch):
     return ["-n", "2", "--json"]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("missing", [pytest.param("network", marks=pytest.mark.nightly), "gguf"])
 def test_without_the_real_model_the_bundled_one_continues(
     call, brief, tmp_path, monkeypatch, missing

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import jax
 import pytest
+from cases import thinned
 from commands import run
 
 import kvqjax as kvq
@@ -252,7 +253,7 @@ def test_names_cover_neither_each_other_nor_the_curves(kind):
     assert len(styles) == len(CACHES)
 
 
-@pytest.mark.parametrize("kind", ["compare", "drift"])
+@pytest.mark.parametrize("kind", thinned(["compare", "drift"], 4))
 @pytest.mark.parametrize("wrong", [math.nan, math.inf])
 def test_a_divergence_that_no_axis_can_show_is_named_below_it(kind, wrong, tmp_path):
     row = ROWS[kind][-1]
@@ -391,6 +392,7 @@ def test_compare_in_python_gives_the_rows_of_the_shell(call, monkeypatch, tmp_pa
         kvq.compare(model, "exact", tokns=96)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "damage",
     [
@@ -432,7 +434,7 @@ def test_where_calibrations_are_kept(monkeypatch, tmp_path):
         assert artifact_folder() == Path.home() / ".cache" / "kvqjax" / "artifacts"
 
 
-@pytest.mark.parametrize("kind", PLOTS)
+@pytest.mark.parametrize("kind", thinned(PLOTS, 2))
 def test_every_report_has_a_picture(kind, tmp_path):
     pytest.importorskip("matplotlib")
     path = tmp_path / f"{kind}.png"

@@ -22,6 +22,7 @@ def test_text_is_printed_token_by_token(call, monkeypatch):
     assert len(parts[0]) == 1
 
 
+@pytest.mark.nightly
 def test_end_tokens_by_id_and_by_text(call):
     words = ("generate", "-m", "recall", "-p", "ab12,cd34,?cd", "-n", "24", "--json")
     code, out, _ = call(*words)

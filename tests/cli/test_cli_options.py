@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Annotated, get_args, get_origin
 
 import pytest
+from cases import thinned
 from commands import run
 
 import kvqjax as kvq
@@ -236,7 +237,9 @@ def test_a_full_disk_behind_standard_output_is_one_line():
     assert (done.returncode, done.stderr) == (2, "error: No space left on device\n")
 
 
-@pytest.mark.parametrize("method", ["kvquant:bits=3", "aqua", "commvq", "kivi:centre=mean"])
+@pytest.mark.parametrize(
+    "method", thinned(["kvquant:bits=3", "aqua", "commvq", "kivi:centre=mean"], 2)
+)
 @pytest.mark.parametrize(
     "words", [("generate", "-p", "ab12"), ("eval", "ppl"), ("eval", "drift"), ("bench",)]
 )

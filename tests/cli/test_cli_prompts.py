@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from cases import with_nightly
+from cases import thinned, with_nightly
 from commands import run
 
 from kvqjax._errors import UserError
@@ -76,11 +76,14 @@ def test_a_long_prompt_from_a_shell(tmp_path, shell):
 
 @pytest.mark.parametrize(
     ("name", "text"),
-    [
-        ("prompts.txt", "ab12,cd34,?cd\r\n\r\nef56,gh78,?ef\n"),
-        ("prompts.jsonl", '"ab12,cd34,?cd"\n{"id": 7, "prompt": "ef56,gh78,?ef"}\n'),
-        ("prompts.jsonl.gz", '\ufeff"ab12,cd34,?cd"\n{"prompt": "ef56,gh78,?ef"}\n'),
-    ],
+    thinned(
+        [
+            ("prompts.txt", "ab12,cd34,?cd\r\n\r\nef56,gh78,?ef\n"),
+            ("prompts.jsonl", '"ab12,cd34,?cd"\n{"id": 7, "prompt": "ef56,gh78,?ef"}\n'),
+            ("prompts.jsonl.gz", '\ufeff"ab12,cd34,?cd"\n{"prompt": "ef56,gh78,?ef"}\n'),
+        ],
+        3,
+    ),
 )
 def test_a_file_of_prompts_is_a_batch(call, tmp_path, name, text):
     raw = text.encode()

@@ -187,6 +187,7 @@ KEEPS = """if True:
 """
 
 
+@pytest.mark.nightly
 def test_what_a_killed_run_left_does_not_keep_programs_out(tmp_path):
     """A program without the time of its last use, as JAX's cache of bounded size has it, lets no
     further one in."""

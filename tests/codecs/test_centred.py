@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cases import thinned
 from tiny import tiny
 
 import kvqjax as kvq
@@ -29,11 +30,14 @@ def error(codec, constants) -> float:
 
 @pytest.mark.parametrize(
     "inner",
-    [
-        Uniform(bits=3, along="channels", group=32),
-        Uniform(bits=3, along="tokens"),
-        pytest.param(Higgs(bits=3, group=64), marks=pytest.mark.nightly),
-    ],
+    thinned(
+        [
+            Uniform(bits=3, along="channels", group=32),
+            Uniform(bits=3, along="tokens"),
+            pytest.param(Higgs(bits=3, group=64), marks=pytest.mark.nightly),
+        ],
+        2,
+    ),
     ids=["per token", "per channel", "higgs"],
 )
 def test_equals_the_inner_codec_on_centred_keys_at_the_same_bits(inner):
@@ -49,7 +53,7 @@ def test_equals_the_inner_codec_on_centred_keys_at_the_same_bits(inner):
 
 
 @pytest.mark.parametrize(
-    "inner", [Uniform(bits=3, along="channels", group=32), Higgs(bits=3, group=64)]
+    "inner", thinned([Uniform(bits=3, along="channels", group=32), Higgs(bits=3, group=64)], 2)
 )
 def test_offsets_of_200_no_longer_cost_anything(inner):
     """Per token the offset is the range: without the mean the error is that of a range of 200, with
@@ -180,6 +184,7 @@ def test_the_dispatcher_calibrates_means_from_text():
         kvq.calibrate.run(model, kvq.kivi(), "text")
 
 
+@pytest.mark.nightly
 def test_aqua_takes_the_mean_off_its_first_layer():
     """Keys of the Qwen2 shape, whose bias is dozens of times their spread, through AQUA-KV's first
     layer."""

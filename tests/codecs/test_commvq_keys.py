@@ -103,6 +103,7 @@ def test_groups_of_pairs_are_an_exact_rearrangement(group):
     np.testing.assert_array_equal(ungroup_pairs(grouped, 16, group), x)
 
 
+@pytest.mark.nightly
 def test_codes_are_computed_against_the_stored_prescale():
     """The first round searches x over the bfloat16 prescale; x over its float32 norm has other
     nearest centres."""
@@ -140,6 +141,7 @@ def test_fewer_rounds_are_a_prefix_of_the_codes_and_of_the_codebook():
     )
 
 
+@pytest.mark.nightly
 def test_decoding_does_not_depend_on_batch_or_block():
     codec = CommVQKeys(head_dim=16, rounds=3, levels=8).build(32)
     constants = random_book(5)

@@ -58,7 +58,7 @@ def relative_mse(codec, x):
     return ((out - x) ** 2).sum() / (x**2).sum()
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", thinned(CASES, 3))
 def test_matches_the_released_quantiser(case):
     data = golden()
     base, dim, count = case.rsplit("_", 2)
@@ -81,7 +81,7 @@ def test_matches_the_released_quantiser(case):
     )
 
 
-@pytest.mark.parametrize(("dim", "count"), list(GAUSSIAN_MSE))
+@pytest.mark.parametrize(("dim", "count"), thinned(list(GAUSSIAN_MSE), 4))
 def test_shipped_grids_reach_the_published_gaussian_error(dim, count):
     samples = jax.random.normal(
         jax.random.key(dim * count), (2**18 if count < 4096 else 2**15, dim)
@@ -322,7 +322,7 @@ def test_heads_as_gpus_transform_them_round_nothing_but_the_result(bits, dim, gr
 
 @pytest.mark.parametrize(
     ("width", "options"),
-    [(96, {}), (100, {"seed": 3}), (256, {"group": 64}), (130, {"dim": 6})],
+    thinned([(96, {}), (100, {"seed": 3}), (256, {"group": 64}), (130, {"dim": 6})], 2),
     ids=str,
 )
 def test_sums_before_the_transform_are_sums_of_what_is_decoded(width, options):
@@ -343,14 +343,17 @@ def test_sums_before_the_transform_are_sums_of_what_is_decoded(width, options):
 
 @pytest.mark.parametrize(
     ("spec", "heads"),
-    [
-        (Higgs(), 4),
-        (Higgs(group=64), 4),
-        (Higgs(dim=4), 4),
-        (Higgs(), 3),
-        (Higgs(bits=3, group=160), 10),
-        (BlockCentred(inner=Higgs(), block=32), 3),
-    ],
+    thinned(
+        [
+            (Higgs(), 4),
+            (Higgs(group=64), 4),
+            (Higgs(dim=4), 4),
+            (Higgs(), 3),
+            (Higgs(bits=3, group=160), 10),
+            (BlockCentred(inner=Higgs(), block=32), 3),
+        ],
+        3,
+    ),
     ids=[
         "two of 2",
         "groups of two heads",

@@ -32,6 +32,7 @@ def body(cache: Cache) -> list[np.ndarray]:
     return [np.asarray(x) for run in cache.runs for x in jax.tree.leaves(run.body)]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("text", thinned([HIGGS, AQUA], 2))
 def test_one_layer_stores_what_it_would_without_a_bias(text):
     """Sinks, window and words: of a model's first layer only its own bias enters the keys."""
@@ -49,6 +50,7 @@ def test_one_layer_stores_what_it_would_without_a_bias(text):
     assert any((a != b).any() for a, b in zip(body(filled(model, method)), body(kept), strict=True))
 
 
+@pytest.mark.nightly
 def test_what_is_not_encoded_is_read_exactly():
     """Bit for bit as the exact cache, though the window holds keys without their bias."""
     model = biased()
@@ -58,6 +60,7 @@ def test_what_is_not_encoded_is_read_exactly():
     )
 
 
+@pytest.mark.nightly
 def test_the_bias_costs_nothing():
     """Against the exact cache; with the bias in the codes the error is of the logits' own size."""
     model = biased()
@@ -67,6 +70,7 @@ def test_the_bias_costs_nothing():
     assert 1.5 * errors["auto"] < errors["none"]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("text", thinned([HIGGS, AQUA], 2))
 def test_a_model_without_bias_has_the_same_bits(text):
     model, methods = tiny(), [kvq.parse(f"{text},centre={c}") for c in ("auto", "none")]

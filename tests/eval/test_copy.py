@@ -99,6 +99,7 @@ def test_texts_are_those_of_their_seed():
     assert first == again != other
 
 
+@pytest.mark.nightly
 def test_the_exact_cache_predicts_what_no_cache_does(recall):
     asked = questions(recall, "symbols", LENGTH, 4, seed=0)
     (made,) = predictions([(recall, kvq.exact())], asked, LENGTH, Entry(chunk=32))
@@ -157,6 +158,7 @@ def test_a_lossy_cache_scores_worse(rows):
     assert abs(exact["kld"]) < ROUNDING < 0.1 < lossy["kld"] < lossy["kld_p999"]
 
 
+@pytest.mark.nightly
 def test_the_command_gives_the_same_rows(rows, capsys, monkeypatch, tmp_path):
     words = ["eval", "copy", "-c", "exact", "-c", str(LOSSY), "--length", str(LENGTH)]
     words += ["--samples", "4", "--chunk", "32", "--json", "--plot", str(tmp_path / "copy.png")]

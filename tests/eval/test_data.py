@@ -345,6 +345,7 @@ def test_a_long_text_is_not_in_the_message(recall):
     assert "ab12ab12" not in str(caught.value)
 
 
+@pytest.mark.nightly
 def test_sentences_between_needles_come_from_text_or_a_path(tmp_path, recall):
     hay = "The sea was calm. " * 9
     (tmp_path / "x.txt").write_text(hay)

@@ -41,6 +41,7 @@ def test_prefill_mode_scores_the_second_half_only():
     assert row["mode"] == "prefill-exact-chunk32"
 
 
+@pytest.mark.nightly
 def test_fewer_bits_diverge_more():
     rows = [
         perplexity(tiny(), IDS, kvq.kivi(bits=b, window=32), chunk=32, **OPTIONS) for b in (8, 2)
@@ -50,6 +51,7 @@ def test_fewer_bits_diverge_more():
     assert rows[0]["bytes"] > rows[1]["bytes"]
 
 
+@pytest.mark.nightly
 def test_chunk_one_equals_step_by_step_decoding():
     model, method = tiny(), kvq.kivi(bits=2, window=32)
     row = perplexity(model, IDS, method, chunk=1, window=96, tokens=96)
@@ -98,6 +100,7 @@ def test_growth_starts_where_all_is_encoded(policy):
     assert growth([0.0, 1e-10, 2e-10], [0, 64, 128], 0) is None  # the exact cache: rounding
 
 
+@pytest.mark.nightly
 def test_drift_reports_that_growth():
     model, method = tiny(), kvq.kivi(bits=2, window=32)
     row = drift(model, IDS, method, chunk=32, window=192, tokens=384, bins=6)
@@ -121,6 +124,7 @@ def test_bytes_are_counted_at_the_context_that_is_named():
     )
 
 
+@pytest.mark.nightly
 def test_drift_bins_add_up_to_perplexity():
     method = kvq.kivi(bits=2, window=32)
     row = drift(tiny(), IDS, method, chunk=32, window=192, tokens=384, bins=3)

@@ -12,6 +12,7 @@ from kvqjax.eval.windows import perplexity
 IDS = np.random.default_rng(0).integers(0, 50, 384)
 
 
+@pytest.mark.nightly
 def test_token_scores_add_up_to_the_streamed_perplexity():
     model, method = tiny(), kvq.kivi(bits=2, window=32)
     rows = jnp.asarray(IDS.reshape(2, 192), jnp.int32)

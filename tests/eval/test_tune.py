@@ -35,6 +35,7 @@ def run(model, ids, texts, state=None, advance=lambda steps, total: None):
     return scored(model, methods, 0, ids[:3], ids[3:], state=state, advance=advance)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "text",
     [
@@ -53,6 +54,7 @@ def test_a_layers_divergence_is_that_of_a_cache_with_this_layer_coded(model, ids
         assert divergence == pytest.approx(float(kld), rel=2e-2)
 
 
+@pytest.mark.nightly
 def test_a_stopped_pass_goes_on(model, ids, tmp_path):
     """Calibrated candidates too. Every layer is scored once."""
     texts, seen = ["klt:bits=2.0,buffer=32", "klt:bits=4.0,buffer=32"], []

@@ -31,6 +31,7 @@ def labels_of(told: list):
     return bar
 
 
+@pytest.mark.nightly
 def test_same_model_seed_and_size_give_the_same_tokens(kept):
     model, told = kvq.load("demo"), []
     first = read("self", model=model, tokens=256, seed=3, bar=labels_of(told))
@@ -50,6 +51,7 @@ def test_same_model_seed_and_size_give_the_same_tokens(kept):
     )
 
 
+@pytest.mark.nightly
 def test_writing_that_was_stopped_goes_on_where_it_was(kept, monkeypatch, tmp_path):
     model = kvq.load("demo")
 
@@ -70,6 +72,7 @@ def test_writing_that_was_stopped_goes_on_where_it_was(kept, monkeypatch, tmp_pa
     np.testing.assert_array_equal(resumed.ids, read("self", model=model, tokens=TOKENS).ids)
 
 
+@pytest.mark.nightly
 def test_a_model_without_a_tokenizer_writes_tokens():
     model = tiny()
     data = read("self", model=model, tokens=TOKENS)

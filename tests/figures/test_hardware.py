@@ -24,6 +24,7 @@ def rows_of(out: Path) -> dict:
     return {(row["block"], row["item"]): row for row in lines}
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "blocks",
     [
@@ -143,6 +144,7 @@ def test_a_block_that_hangs_is_killed_and_one_that_dies_is_begun_again(
     )
 
 
+@pytest.mark.nightly
 def test_items_may_be_chosen_by_a_part_of_their_names(hardware, tmp_path):
     log = hardware("log").Log(tmp_path, "steps", "a", "1", ["exact", "8 rows"])
     for name in ("exact 1 row", "kivi 8 rows", "kivi 1 row"):

@@ -66,6 +66,7 @@ def test_rows_are_replaced_and_only_missing_ones_are_measured(module):
     assert main.missing(record, "step", 8192, main.CACHES, [kivi]) == [kivi]
 
 
+@pytest.mark.nightly
 def test_a_filled_cache_decodes(module):
     """All that it says it holds is attended to: the logits are finite, and change with the number
     of tokens."""

@@ -53,6 +53,7 @@ def test_equals_a_search_over_lists(penalty, eos):
         assert tokens == [t for _, t in wanted]
 
 
+@pytest.mark.nightly
 def test_one_beam_is_greedy_through_a_compressed_cache():
     model, method = tiny(), kvq.parse("kivi:bits=2,window=32")
     wanted = kvq.generate(model, PROMPTS, method, max_new_tokens=80).tokens

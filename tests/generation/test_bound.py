@@ -117,6 +117,7 @@ def test_a_stream_is_bound(model):
     assert json.loads(text) == json.loads(parts.result.text[0])
 
 
+@pytest.mark.nightly
 @BY_DAY
 def test_free_requests_beside_bound_ones_stay_as_they_are(model):
     with kvq.Engine(model, "exact", rows=3, capacity=256, chunk=32, stride=4) as engine:
@@ -130,6 +131,7 @@ def test_free_requests_beside_bound_ones_stay_as_they_are(model):
         assert json.loads(bound.result().text).keys() == {"old", "a"}
 
 
+@pytest.mark.nightly
 @BY_DAY
 def test_a_server_takes_forms(model):
     """And goes on behind those that it refuses."""

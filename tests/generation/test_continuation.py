@@ -106,6 +106,7 @@ def test_strides_end_before_anything_that_a_stop_string_may_take_back_is_encoded
     assert (runs_of(short)[0].slots, steps_until_encoded(short, [5])) == (0, None)
 
 
+@pytest.mark.nightly
 def test_evicting_caches_continue():
     for keep in ("streaming:32",):
         method = kvq.parse(f"exact:sinks=2,window=32,keep={keep}")
@@ -113,6 +114,7 @@ def test_evicting_caches_continue():
         assert_continues(spelling(tiny()), method, PROMPTS, out)
 
 
+@pytest.mark.nightly
 def test_a_given_cache_stays_as_it_is():
     model, method = model_and_method("kivi2")
     first = kvq.generate(model, PROMPTS, method, max_new_tokens=8, eos_ids=())
@@ -244,6 +246,7 @@ def test_a_row_that_lacks_tokens_is_not_continued(held):
         kvq.generate(model, MORE, cache=cache.replace(overflow=cache.overflow.at[1].set(True)))
 
 
+@pytest.mark.nightly
 def test_token_ids_need_no_tokenizer(tmp_path, monkeypatch):
     """A folder without one: ids work at every door; what needs it says so before anything is
     compiled."""

@@ -30,6 +30,7 @@ def test_greedy_equals_the_plain_forward_for_ragged_prompts(chunk):
         assert tokens == want
 
 
+@pytest.mark.nightly
 @pytest.mark.smoke
 def test_eight_bits_give_the_same_tokens_and_a_row_alone_too():
     method = kvq.kivi(bits=8, window=32)
@@ -60,6 +61,7 @@ def test_stride_does_not_change_the_answer():
     assert [len(piece[0]) for piece in pieces] == [1, 5, 5, 5, 5, 3]
 
 
+@pytest.mark.nightly
 def test_programs_are_one_per_bucket_and_none_per_step():
     generation.prefill_donated.clear_cache()
     generation.decode_steps.clear_cache()
@@ -121,6 +123,7 @@ def test_repetition_penalty_lowers_seen_tokens_only():
     assert int(sample(jax.random.key(0), LOGITS, History(~seen, none), sampling)[0]) == 0
 
 
+@pytest.mark.nightly
 def test_a_chunk_or_a_stride_beyond_any_text_is_as_long_as_the_text():
     """At their full length XLA ends the process."""
     plain = kvq.generate(tiny(), PROMPTS, max_new_tokens=4).tokens

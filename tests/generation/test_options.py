@@ -137,6 +137,7 @@ def test_a_bias_bans_and_forces(model):
     assert set(drawn) <= {7, 9}
 
 
+@pytest.mark.nightly
 def test_end_tokens_end_a_row_and_min_tokens_holds_them_off(model):
     """Before `min_tokens` the row is that of a model which cannot draw the end token."""
     torch = pytest.importorskip("torch")
@@ -189,6 +190,7 @@ def test_switches_of_other_programs(model):
     assert len(drawn) > 1
 
 
+@pytest.mark.nightly
 def test_a_row_with_penalties_does_not_depend_on_its_neighbours(model):
     options = {
         "repetition_penalty": 1.2,
@@ -201,6 +203,7 @@ def test_a_row_with_penalties_does_not_depend_on_its_neighbours(model):
     assert together == [generated(model, [prompt], **options).tokens[0] for prompt in prompts]
 
 
+@pytest.mark.nightly
 def test_an_assistant_s_message_without_content_is_empty():
     model = kvq.load("demo")
     before, model.tokenizer.chat_template = (

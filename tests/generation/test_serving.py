@@ -30,6 +30,7 @@ def example():
     return module
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "method", [pytest.param("exact", marks=pytest.mark.nightly), "kivi:bits=2,window=32"]
 )

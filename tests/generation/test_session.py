@@ -47,6 +47,7 @@ def begun(model, **options) -> kvq.Session:
     )
 
 
+@pytest.mark.nightly
 def test_three_turns_are_one_generation(model):
     """Fed token by token, a conversation is what `generate` makes of all its ids so far; every id
     is fed once."""
@@ -302,6 +303,7 @@ def test_a_cache_that_cannot_shift_is_refused_when_the_session_is_made(model):
             kvq.Session(model, method, context_shift=True)
 
 
+@pytest.mark.nightly
 def test_what_a_template_leaves_out_leaves_the_cache(tmp_path):
     """The template writes earlier answers without their first 70 characters, as those of models
     that think do. What follows the place is not read again."""
@@ -347,6 +349,7 @@ def test_the_cache_grows_by_doubling(model, monkeypatch):
     assert capacities == [32, 64, 128, 128]
 
 
+@pytest.mark.nightly
 def test_turns_without_a_template_are_plain_text():
     """Said once, when the session begins."""
     with pytest.warns(UserWarning, match="no chat template: turns are plain text"):

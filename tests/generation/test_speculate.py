@@ -30,6 +30,7 @@ def test_equals_greedy_with_lookup(name):
     assert 0 < out.accepted < out.drafted
 
 
+@pytest.mark.nightly
 def test_a_model_that_drafts_for_itself_is_always_right():
     """All tokens accepted: a row takes 6 a round. Its cache flushes inside drafts, in drafter and
     target."""
@@ -60,6 +61,7 @@ def test_a_drafter_that_is_always_wrong():
     assert (out.rounds, out.accepted) == (NEW - 1, 0)
 
 
+@pytest.mark.nightly
 def test_end_token_and_other_lengths_compile_nothing_new():
     model, method = model_and_method("kivi2")
     wanted = plain(model, method)

@@ -274,6 +274,7 @@ def test_the_interpreter_passes_as_a_chip(interpreter):
     assert slow.outcome == "slower"
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("stored", [pytest.param("planes", marks=pytest.mark.nightly), "heads"])
 def test_timed_bodies_hold_encoded_tokens(stored):
     """Every row of the bodies that are timed is the trial's first row, and a longer one goes on
@@ -310,6 +311,7 @@ def swapped(words):
     return tuple(w.at[..., 0].set(w[..., 1]).at[..., 1].set(w[..., 0]) for w in words)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "change",
     thinned(
@@ -446,6 +448,7 @@ def test_a_compiled_plan_says_whose_word_it_took(capsys, monkeypatch):
         assert wanted in " ".join(out.split())
 
 
+@pytest.mark.nightly
 def test_the_clock_of_a_check_runs(monkeypatch):
     """On a CPU both sides are plain paths, here one of planes and one of bodies head by head."""
     monkeypatch.setattr(check_module, "TIMED", 512)

@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import with_nightly
+from cases import thinned, with_nightly
 from kernel_cache import CAPACITY, LENGTH, filled, for_chip, logits
 from kernel_cases import check_outputs
 from kernel_forms import rope
@@ -43,6 +43,7 @@ def test_the_kernel_reads_what_the_cache_stores(method, monkeypatch):
     check_outputs(found, plain)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "method",
     [METHODS[0], pytest.param("kvquant:bits=2,outliers=0,sinks=3", marks=pytest.mark.nightly)],
@@ -58,6 +59,7 @@ def test_elsewhere_the_general_path(method):
     np.testing.assert_allclose(logits(model, for_tpu), here, atol=1e-5 * np.abs(here).max())
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "method", with_nightly(["kivi:bits=2,group=128,sinks=3", METHODS[0]], METHODS[:1])
 )
@@ -103,7 +105,7 @@ REACHING += [
 ]
 
 
-@pytest.mark.parametrize("method", REACHING)
+@pytest.mark.parametrize("method", thinned(REACHING, 3))
 def test_bodies_of_kivis_shape_reach_the_kernel(method):
     """As users name them, with their default groups, on every TPU that has the row."""
     model = tiny(head_dim=128, num_layers=1)

@@ -43,7 +43,7 @@ def _case(length: int, heads: int, dim: int, slots: int):
 CASES = {
     "argnames": ("length", "heads", "dim", "slots", "tile"),
     "argvalues": [
-        (1, 2, 128, 512, 256),
+        pytest.param(1, 2, 128, 512, 256, marks=pytest.mark.nightly),
         (3, 4, 64, 768, 768),
         pytest.param(2, 1, 128, 1280, 256, marks=pytest.mark.nightly),
     ],
@@ -127,6 +127,7 @@ def _whole(cache, length: int, within: str, mask=None):
     )
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("method", thinned(["exact", "exact:window=32,sinks=3"], 2))
 @pytest.mark.parametrize(
     ("length", "within", "sliding", "masked", "paged"),
@@ -175,6 +176,7 @@ def fresh_runs():
     runs._runs_of.cache_clear()
 
 
+@pytest.mark.nightly
 @pytest.mark.usefixtures("fresh_runs")
 @pytest.mark.parametrize(
     "spec",

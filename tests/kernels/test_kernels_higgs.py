@@ -170,6 +170,7 @@ def test_race_free_on_simulated_memory():
     near(case, run(case, 256, params)(q, body, jnp.int32(1), start, stop))
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("case", with_nightly([SHARED, LARGE], [SHARED]), ids=["shared", "large"])
 def test_pages_are_read_where_they_lie(case):
     """Tile by tile the same numbers, so that not a bit differs."""

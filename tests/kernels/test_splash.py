@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cases import thinned
 
 import kvqjax as kvq
 from kvqjax.cache.runs import tiles_of
@@ -31,13 +32,15 @@ def random(*shape: int, seed: int = 0):
     ("length", "keys", "start", "sliding", "dim", "batch"),
     [
         pytest.param(128, 384, 0, None, 128, 2, marks=pytest.mark.nightly),
-        (256, 512, 256, None, 64, 1),
+        pytest.param(256, 512, 256, None, 64, 1, marks=pytest.mark.nightly),
         (128, 512, 300, 100, 96, 2),
         pytest.param(128, 256, 100, 130, 256, 1, marks=pytest.mark.nightly),
         (128, 256, -40, None, 128, 1),  # the first 40 queries see nothing
-        (128, 256, -40, 20, 64, 2),
+        pytest.param(128, 256, -40, 20, 64, 2, marks=pytest.mark.nightly),
         pytest.param(128, 256, -500, None, 64, 1, marks=pytest.mark.nightly),  # none does
-        (128, 128, 4000, None, 64, 1),  # every query sees every key
+        pytest.param(
+            128, 128, 4000, None, 64, 1, marks=pytest.mark.nightly
+        ),  # every query sees every key
     ],
 )
 def test_equals_the_plain_path(length, keys, start, sliding, dim, batch):
@@ -151,7 +154,7 @@ def tpu(tmp_path, monkeypatch):
     choose._usable.cache_clear()
 
 
-@pytest.mark.parametrize(("fault", "outcome"), [(0.0, "faster"), (0.02, "wrong")])
+@pytest.mark.parametrize(("fault", "outcome"), thinned([(0.0, "faster"), (0.02, "wrong")], 2))
 def test_cudnn_is_checked_by_the_same_rule(fault, outcome):
     """XLA's products stand in for cuDNN on a CPU, as they are and with every output 2 % too
     large."""

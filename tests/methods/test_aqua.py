@@ -30,7 +30,7 @@ def golden():
         return dict(data)
 
 
-@pytest.mark.parametrize("index", [0, 1, 3])
+@pytest.mark.parametrize("index", thinned([0, 1, 3], 3))
 def test_codes_and_reconstructions_equal_the_released_chain(golden, index):
     """Teacher forced: stored predictors and stored reconstructions of the layer below."""
     below = max(index - 1, 0)

@@ -129,6 +129,7 @@ def encoded(runs, given, constants, dtype):
     return out
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("options", "dtype"),
     [
@@ -165,6 +166,7 @@ def test_decoder_gives_what_the_encoder_reconstructed_at_every_depth(options, dt
                     )
 
 
+@pytest.mark.nightly
 def test_words_do_not_depend_on_how_tokens_arrive():
     once, pieces = (filled(aqua(), "float32", steps)[0] for steps in (300, 57))
     for one, other in zip(jax.tree.leaves(once.runs), jax.tree.leaves(pieces.runs), strict=True):
@@ -193,6 +195,7 @@ def test_the_ledger_counts_what_flows_between_layers():
     assert book.carry == 1024 * 2 * 32 * 2
 
 
+@pytest.mark.nightly
 def test_a_step_holds_one_layers_carry():
     """The declared carry, 2*S*K*D, plus blocks: measured 1.36 times the carry; a second layer's
     would make 2."""
@@ -212,6 +215,7 @@ def test_a_step_holds_one_layers_carry():
     assert carry < program.memory_analysis().temp_size_in_bytes < 1.7 * carry
 
 
+@pytest.mark.nightly
 def test_exact_residuals_give_the_exact_caches_logits():
     """With 16-bit codecs everything but the quantisation remains: predictors, carry, order and
     rotation."""

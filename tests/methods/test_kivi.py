@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cases import with_nightly
 
 from kvqjax.cache import CacheLayout, allocate_cache, at_layer, commit, runs_of
 from kvqjax.cache.attention import attend_body, attend_exact
@@ -38,7 +39,9 @@ def empty(config, method, capacity, batch=1):
 append = jax.jit(lambda cache, k, v, counts: commit(cache, ({"k": k[None], "v": v[None]},), counts))
 
 
-@pytest.mark.parametrize(("window", "group"), [(32, 32), (128, 32), (128, 128)])
+@pytest.mark.parametrize(
+    ("window", "group"), with_nightly([(32, 32), (128, 32), (128, 128)], [(32, 32), (128, 128)])
+)
 def test_window_follows_the_published_trace(window, group):
     """Ten prompts are ten rows of one ragged batch; lengths of packed and exact keys and values
     after every step."""

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import with_constants, with_nightly
+from cases import thinned, with_constants, with_nightly
 from tiny import tiny
 
 import kvqjax as kvq
@@ -97,9 +97,7 @@ PLACES = {"planes": (2, 1024, 300), "heads": (2, 1024, 300), "stripes": (4, 4096
 
 @pytest.mark.parametrize(
     ("heads", "form"),
-    with_nightly(
-        itertools.product(SPECS, PLACES), [("all", "planes"), ("own", "heads"), ("2", "stripes")]
-    ),
+    with_nightly(itertools.product(SPECS, PLACES), [("all", "planes"), ("own", "heads")]),
 )
 def test_every_reader_is_the_oracle(heads, form):
     """One new token, whose values are summed as coefficients, and 150, which read decoded values;
@@ -134,7 +132,7 @@ def test_every_reader_is_the_oracle(heads, form):
         np.testing.assert_allclose(got, wanted, atol=2.0**-14 * np.abs(values).max())
 
 
-@pytest.mark.parametrize(("heads", "parts"), [("all", 1), ("2", 2), ("own", 4)])
+@pytest.mark.parametrize(("heads", "parts"), thinned([("all", 1), ("2", 2), ("own", 4)], 3))
 def test_a_mesh_splits_as_many_heads_as_have_transforms_of_their_own(heads, parts):
     layout = kvq.init_cache(tiny(num_kv_heads=4).config.kv_shape, SPECS[heads], 1, 256).layout
     assert [n for n in (1, 2, 4) if shares_heads(layout, n)][-1] == parts

@@ -20,7 +20,7 @@ def golden(name):
         return dict(data)
 
 
-@pytest.mark.parametrize("bits", thinned([2, 3, 4], 2))
+@pytest.mark.parametrize("bits", thinned([2, 3, 4], 3))
 @pytest.mark.parametrize("mode", ["sparse", "dense"])
 @pytest.mark.parametrize("source", ["k", "v"])
 def test_matches_the_released_quantiser(source, mode, bits):

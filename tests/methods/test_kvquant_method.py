@@ -145,6 +145,7 @@ def body(cache):
     return {s: {n: stored(s, n, field) for n, field in codec.fields.items()} for s, codec in codecs}
 
 
+@pytest.mark.nightly
 def test_every_prefix_streams_to_the_same_words():
     """Token by token, as one chunk and by exact prefill: one layer's sources are equal, so its
     packed words are."""
@@ -170,6 +171,7 @@ def test_every_prefix_streams_to_the_same_words():
             assert (found[source][name] != wanted[source][name]).mean() < 0.01, (source, name)
 
 
+@pytest.mark.nightly
 def test_a_buffer_encodes_to_the_same_words():
     """With `buffer=32` nothing is encoded before 32 tokens are due; then they are stored as they
     are one by one."""

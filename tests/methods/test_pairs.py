@@ -84,6 +84,7 @@ def test_each_part_is_stored_as_its_own_method_stores_it():
     np.testing.assert_array_equal(both["v"][0], kivi["v"][0])
 
 
+@pytest.mark.nightly
 def test_parts_with_windows_of_their_own_decode_as_they_prefill():
     """Fed in chunks of 32 or token by token, the same numbers are read."""
     model, method = tiny(), kvq.parse(f"{KIVI};k={HIGGS}")

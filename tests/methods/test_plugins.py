@@ -149,6 +149,7 @@ def theirs(package, monkeypatch):
     return package(gained="their_package:gained")
 
 
+@pytest.mark.nightly
 def test_a_calibrated_codec_of_another_package(theirs, capsys, monkeypatch, tmp_path):
     """Named, listed, calibrated and used from the command line; what calibrates it is found by its
     codec's `fit`."""
@@ -181,6 +182,7 @@ class _Bare(Gained):
         return super().build(width)._replace(fit=None)
 
 
+@pytest.mark.nightly
 def test_a_codec_of_another_package_names_its_fast_path(theirs):
     """Kernels and XLA's forms are asked of the codec's spec; logits are those of the codec it
     stands for."""

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import model_and_method, with_nightly
+from cases import model_and_method, thinned, with_nightly
 from kernel_cache import filled, for_chip, logits
 from kernel_cases import check_outputs
 from tiny import tiny, tokens
@@ -91,7 +91,7 @@ def test_exact_codecs_in_any_frame_give_exact_attention(kind, rope, keep):
             )
 
 
-@pytest.mark.parametrize("name", ["kivi-rotated", "oscar", "turboquant"])
+@pytest.mark.parametrize("name", thinned(["kivi-rotated", "oscar", "turboquant"], 3))
 def test_what_is_stored_is_the_code_of_rotated_vectors(name):
     model, method = model_and_method(name)
     run = runs_of(kvq.init_cache(model, method, 1, 256).layout)[0]
@@ -169,6 +169,7 @@ COMPOSED = (
 )
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "text",
     with_nightly(
@@ -190,6 +191,7 @@ def test_codecs_in_a_rotated_frame_are_near_exact(text):
     assert 1e-4 < error < 0.35
 
 
+@pytest.mark.nightly
 def test_calibration_of_tables_sees_rotated_vectors():
     """Thresholds of KVQuant's keys bound the rotated channels, and its Fisher weights are those of
     rotated entries."""
@@ -279,6 +281,7 @@ def test_methods_of_a_rotation_say_which_remain(text):
         )
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("rope", [pytest.param("pre", marks=pytest.mark.nightly), "post"])
 def test_a_rotated_body_gets_the_bias_rotated(rope):
     """At 8 bits nothing else is lost: a bias that were added as it is would change every score."""
@@ -350,6 +353,7 @@ def test_rotated_bodies_take_kivis_kernels_unchanged(b):
             assert dispatch.path(found[0][2], 2, 1024) == "tpu"
 
 
+@pytest.mark.nightly
 def test_kivis_tpu_kernel_reads_a_rotated_body(monkeypatch):
     model, cache = filled("kivi:bits=4,group=128,sinks=3,window=0,rotate=signs")
     plain, calls = logits(model, cache), []
@@ -428,7 +432,7 @@ SCALE_FREE = (
 )
 
 
-@pytest.mark.parametrize("text", SCALE_FREE)
+@pytest.mark.parametrize("text", thinned(SCALE_FREE, 2))
 def test_factors_are_divided_out_as_stored(text):
     """A token of zeros, a small and a large one: equal up to powers of two; finite whatever the
     size."""
@@ -464,6 +468,7 @@ def test_policies_of_other_engines_parse():
         assert isinstance(kvq.parse(text), Method)
 
 
+@pytest.mark.nightly
 def test_a_shape_s_fitted_rotations_are_matrices_of_its_owner():
     """`from_tensors` cannot fit them, so that the line names another way; with that the cache
     attends."""

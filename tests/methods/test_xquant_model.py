@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cases import thinned
 
 from kvqjax._errors import UserError
 from kvqjax.cache.artifacts import load_artifact
@@ -93,7 +94,7 @@ IDENTITY = [
 ]
 
 
-@pytest.mark.parametrize(("name", "spec"), IDENTITY)
+@pytest.mark.parametrize(("name", "spec"), thinned(IDENTITY, 2))
 def test_identity_changes_nothing(name, spec):
     method = parse(spec)
     model = make(MODELS[name], method)

@@ -7,7 +7,7 @@ import dataclasses
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import with_nightly
+from cases import thinned, with_nightly
 
 from kvqjax.methods import parse
 from kvqjax.model.config import ModelConfig
@@ -56,12 +56,15 @@ def layer_of(spec):
 
 @pytest.mark.parametrize(
     "spec",
-    with_nightly(
-        SPECS,
-        [
-            "xquant:bits=4,group=32,latent=false",
-            "xquant_cl:bits=4,group=32,base=0,protected=1,latent=true,space=residual",
-        ],
+    thinned(
+        with_nightly(
+            SPECS,
+            [
+                "xquant:bits=4,group=32,latent=false",
+                "xquant_cl:bits=4,group=32,base=0,protected=1,latent=true,space=residual",
+            ],
+        ),
+        2,
     ),
 )
 def test_both_orders_agree(spec):

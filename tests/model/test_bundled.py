@@ -90,6 +90,7 @@ def test_shape_serves_every_method(name):
     assert len(kvq.load(_folder(name)).tokenizer) == config.vocab_size
 
 
+@pytest.mark.nightly
 def test_recall_answers_at_512_tokens():
     model = kvq.load("recall")
     problems = [key_value_recall(np.random.default_rng((5, seed)), 511, len) for seed in range(32)]
@@ -119,6 +120,7 @@ def test_mistral_forgets_what_left_its_window():
     assert _exact_answers(model, problems) <= 0.2
 
 
+@pytest.mark.nightly
 def test_qwen2_has_the_key_bias_of_qwen25():
     """|bias| at least 25 x the median distance of a key from the mean key, in every layer."""
     model = kvq.load(_folder("qwen2"))
@@ -197,6 +199,7 @@ def trainer(monkeypatch):
     return lambda name: importlib.import_module(f"benchmarks.train.{name}")
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "fields",
     thinned(

@@ -83,7 +83,7 @@ def test_experts_are_what_the_formula_says(count, normalised):
         np.testing.assert_allclose(got, wanted, rtol=0, atol=2e-5)
 
 
-@pytest.mark.parametrize("count", thinned([1, 4, 70, 600], 2))
+@pytest.mark.parametrize("count", with_nightly([1, 4, 70, 600], [70]))
 def test_ways_of_computing_agree(count):
     """The loop over tiles, that of CPUs and TPUs, and the products without a loop, that of GPUs."""
     weights = decoder.layer(mixed().params, 0)
@@ -150,6 +150,7 @@ def test_stacks_name_their_layers():
     jax.tree.map(np.testing.assert_array_equal, weight_trees.stacked(apart), params)
 
 
+@pytest.mark.nightly
 def test_dense_layers_among_sparse_ones_in_both_forms():
     model = mixed()
     wanted = run(model.params, tokens(2, 20), model.config)
@@ -184,6 +185,7 @@ def ready(model: kvq.Model, spec: str) -> tuple[kvq.Model, kvq.Method]:
     return made, method
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("spec", thinned(SPECS, len(SPECS)))
 def test_every_kind_of_cache(spec):
     """What is cached comes before the experts, so that all methods work, stacked or layer by layer:
@@ -209,6 +211,7 @@ def test_every_kind_of_cache(spec):
         assert 1e-4 < typical < (0.6 if "_cl" in spec else 0.1) * np.std(wanted)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("bits", thinned([8, 4], 3))
 @pytest.mark.parametrize(
     "form",
@@ -260,6 +263,7 @@ def test_text_on_a_mesh_is_that_of_one_device():
         assert got == want
 
 
+@pytest.mark.nightly
 def test_a_mesh_shares_out_the_experts():
     model = mixed()
     spread = kvq.shard(model, kvq.exact(), data=2, model=4)

@@ -192,7 +192,7 @@ def next_logits(model, cache, newest):
 OTHERS = {"streaming": "kivi:bits=2,window=32,sinks=4,keep=streaming:64"}
 PAIRS = with_nightly(
     itertools.product([*CASES, *OTHERS], FAMILIES),
-    [("kivi2", "gemma3"), ("kvquant", "gpt-oss")],
+    [("kivi2", "gemma3")],
 )
 
 

@@ -147,7 +147,7 @@ READ_BY_TRANSFORMERS = [("LlamaForCausalLM", kind) for kind in KINDS] + [
     ("Gemma3ForCausalLM", "default"),
     ("Qwen3NextForCausalLM", "default"),
 ]
-READ_BY_DAY = [("LlamaForCausalLM", "longrope"), ("GptOssForCausalLM", "default")]
+READ_BY_DAY = [("LlamaForCausalLM", "longrope")]
 
 
 @pytest.mark.parametrize(("architecture", "kind"), with_nightly(READ_BY_TRANSFORMERS, READ_BY_DAY))

@@ -162,7 +162,7 @@ def test_exact_cache_equals_the_decoder_without_one():
 
 
 # Every method in the form of CPUs, and of GPUs (by head); few of these pairs with every change.
-OFTEN = (("kivi-8-and-2", None), ("turboquant", "heads"))
+OFTEN = (("kivi-8-and-2", None),)
 PAIRS = [
     pytest.param(name, form, marks=() if (name, form) in OFTEN else pytest.mark.nightly)
     for name in METHODS
@@ -170,6 +170,7 @@ PAIRS = [
 ]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("name", "form"), PAIRS)
 def test_every_method_attends_to_what_it_stores(name, form):
     model = latent_model()
@@ -225,6 +226,7 @@ def test_a_plan_from_the_config_alone():
     )
 
 
+@pytest.mark.nightly
 def test_rows_come_and_go_and_caches_are_saved(tmp_path):
     model, method = latent_model(), "kivi:bits=4,window=32"
     cache, newest = filled(model, method), tokens(2, 1, 7)
@@ -258,6 +260,7 @@ def test_pages_give_what_rows_of_their_own_give():
     np.testing.assert_allclose(logits[1], logits[0], atol=1e-5)
 
 
+@pytest.mark.nightly
 def test_weights_come_as_stacks_as_a_list_and_as_codes(tmp_path):
     model, text = latent_model(architecture="Mistral4ForCausalLM"), tokens(2, 40)
     save_params(tmp_path / "model", model.params, model.config)
@@ -274,6 +277,7 @@ def test_weights_come_as_stacks_as_a_list_and_as_codes(tmp_path):
 MESHES = [pytest.param({"data": 2, "model": 2}, marks=pytest.mark.nightly), {"seq": 2, "model": 4}]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_a_mesh_computes_the_same(mesh):
     """Devices share out the query heads and their up-projections; all of a model axis shares the

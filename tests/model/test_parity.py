@@ -8,7 +8,7 @@ import jax
 import ml_dtypes
 import numpy as np
 import pytest
-from cases import with_nightly
+from cases import thinned, with_nightly
 from checkpoints import edit
 from hf_folders import save_params
 
@@ -386,16 +386,7 @@ def ours(model, **changes) -> np.ndarray:
 
 
 # A model of each way of computing; the others add fields.
-BY_DAY = (
-    "llama-mha",
-    "qwen3-llama3",
-    "qwen2-moe",
-    "mistral4",
-    "gemma3",
-    "gpt-oss",
-    "llama4",
-    "qwen3-next",
-)
+BY_DAY = ("qwen3-llama3", "mistral4", "gemma3", "gpt-oss", "qwen3-next")
 
 
 @pytest.mark.parametrize("name", with_nightly(MODELS, BY_DAY))
@@ -419,6 +410,7 @@ def test_logits_equal_torch(name, tmp_path):
         assert np.abs(broken - wanted)[:, -8:].max() > 100 * TOLERANCE
 
 
+@pytest.mark.nightly
 def test_latents_are_written_on_as_torch_does(tmp_path):
     """Greedy text of a model whose cache holds latents."""
     theirs, prompt = write(tmp_path, *MODELS["mistral4"][:2]), tokens()[0, :40].tolist()
@@ -434,7 +426,9 @@ def test_latents_are_written_on_as_torch_does(tmp_path):
     assert made == [row[0, 40:].tolist()]
 
 
-@pytest.mark.parametrize("name", with_nightly(BY_LENGTH, ["llama-longrope", "qwen3-dynamic"]))
+@pytest.mark.parametrize(
+    "name", thinned(with_nightly(BY_LENGTH, ["llama-longrope", "qwen3-dynamic"]), 2)
+)
 def test_rope_by_length(name, tmp_path):
     """Texts up to the length before scaling, and longer ones under the length that was said."""
     kind, fields = BY_LENGTH[name]
@@ -451,6 +445,7 @@ def test_rope_by_length(name, tmp_path):
     assert load(tmp_path / "ours", dtype="f32", rope_length=LENGTH).config == model.config
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "name",
     [pytest.param("qwen3-longrope-given-factor", marks=pytest.mark.nightly), "llama-dynamic"],
@@ -547,6 +542,7 @@ def test_saved_params_are_read_by_transformers(name, tmp_path):
     assert load(tmp_path / "ours").config == model.config
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", ["qwen3-next", pytest.param("qwen3.5", marks=pytest.mark.nightly)])
 def test_packed_rows_as_codes_and_in_a_list(name, tmp_path):
     """Parameters that share a tensor: as stacks, as a list, in FP8, as integers; layers that draft
@@ -780,7 +776,7 @@ def pictures(folder, kind: str):
     return model
 
 
-@pytest.mark.parametrize("kind", with_nightly(PICTURES, ["qwen3_vl_moe", "gemma3"]))
+@pytest.mark.parametrize("kind", thinned(with_nightly(PICTURES, ["qwen3_vl_moe", "gemma3"]), 2))
 def test_text_of_a_model_of_pictures(kind, tmp_path):
     theirs = pictures(tmp_path, kind)
     # Without a picture, transformers' Llama 4 fails when it puts its results together.

@@ -75,6 +75,7 @@ def blank(rows: int) -> dict:
     return jax.tree.map(lambda x: x[0], empty_states(hybrid().config.recurrent, 1, rows))
 
 
+@pytest.mark.nightly
 def test_tokens_that_do_not_count_change_nothing():
     """A row with padding, one with none, an empty one: each as by itself, whatever stands in
     padding and neighbours."""

@@ -105,6 +105,7 @@ def textbook(x, positions, pairs, fraction):
     return new
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("pairs", "fraction"), with_nightly(OTHERS, [("front", 0.5), ("neighbours", 1.0)])
 )
@@ -140,6 +141,7 @@ def test_the_check_names_the_order(pairs, fraction):
         check_rope(slower, 0, theirs)
 
 
+@pytest.mark.nightly
 def test_tensors_calibrate_in_the_order_in_which_they_come():
     pairs, fraction = "neighbours", 0.5
     channels, tokens = order(pairs, fraction), new_tokens(3, count=160)

@@ -7,6 +7,7 @@ import json
 import ml_dtypes
 import numpy as np
 import pytest
+from cases import thinned
 from checkpoints import CONFIG, assert_same, edit, random_params
 from hf_folders import save_params
 from safetensors.numpy import load_file
@@ -120,7 +121,7 @@ def quantise(folder, kind: str, spoil=lambda tensors: None):
     return plain
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", thinned(KINDS, 2))
 def test_decoded_weights(kind, tmp_path):
     plain = quantise(tmp_path / "codes", kind)
     wanted = load(plain, dtype="f32")

@@ -89,7 +89,7 @@ def test_scales_keep_the_compute_dtype():
         code_weight(jnp.ones((1, 12, 8)), 3)
 
 
-@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("bits", thinned([8, 4], 3))
 @pytest.mark.parametrize("inputs", [1, 7, 12, 31, 36, 130, 257])
 def test_any_width_is_coded(inputs, bits):
     """Within half a step of its group, which has at most 128 inputs; scales take less than the
@@ -136,7 +136,7 @@ EXPERTS = {
     ("layers", "weights"),
     with_nightly(
         itertools.product(["scan", "unroll", "switch"], ["int8", "int4"]),
-        [("scan", "int4"), ("switch", "int8")],
+        [("switch", "int8")],
     ),
 )
 @pytest.mark.parametrize("experts", thinned([{}, EXPERTS], 2), ids=["dense", "experts"])
@@ -173,6 +173,7 @@ OTHERS = {
 WINDOW = (8, None)  # fewer tokens than the text has
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("family", with_nightly(OTHERS, ["GptOss"]))
 def test_parts_of_other_families_load_as_codes(family, tmp_path):
     """Recurrent layers, sinks, chunks, latents: logits are those of a model of the decoded
@@ -257,7 +258,7 @@ def test_loading_codes_one_parameter_after_the_other(tmp_path):
         kvq.load(tmp_path, weights="int3")
 
 
-@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("bits", thinned([8, 4], 2))
 def test_one_layer_at_a_time_is_decoded(bits):
     """Compiled decode loop: its arguments are the codes, its temporaries hold less than two layers
     in float32."""

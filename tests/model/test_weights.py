@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cases import with_nightly
 from checkpoints import CONFIG, Q_PROJ, assert_same, edit, random_params, split
 from hf_folders import save_params
 from jax.sharding import NamedSharding, PartitionSpec
@@ -82,7 +83,7 @@ def test_each_device_holds_and_reads_only_its_slice(folder, monkeypatch):
     assert len(model.params["norm"].addressable_shards) == 4
 
 
-@pytest.mark.parametrize("layers", ["scan", "switch", "unroll"])
+@pytest.mark.parametrize("layers", with_nightly(["scan", "switch", "unroll"], ["switch"]))
 def test_a_load_reads_every_byte_once_and_holds_one_layer_besides(layers, tmp_path, monkeypatch):
     """Experts are the hard case: one stack of them is a third of all weights."""
     config = ModelConfig(

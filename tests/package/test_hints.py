@@ -6,6 +6,7 @@ import shlex
 
 import jax.numpy as jnp
 import pytest
+from cases import thinned, with_nightly
 from commands import run
 from tiny import tiny
 
@@ -91,7 +92,7 @@ RIGHT = {
 }
 
 
-@pytest.mark.parametrize("name", HABITS)
+@pytest.mark.parametrize("name", thinned(HABITS, 2))
 def test_what_is_said_to_users_of_other_libraries_works(model, name):
     function = {
         "load_in_4bit": kvq.load,
@@ -134,7 +135,7 @@ def test_a_policy_that_there_is_not_is_not_offered(text):
         "xquant:group=64",
     ],
 )
-@pytest.mark.parametrize("width", [40, 48, 96, 100])
+@pytest.mark.parametrize("width", with_nightly([40, 48, 96, 100], [48, 100]))
 def test_a_group_that_is_offered_fits(policy, width):
     """At a width of 40 KIVI's values can have groups of 8 channels, and its keys no groups of 8
     tokens."""

@@ -78,6 +78,7 @@ def bits_here(model: kvq.Model, names: list[str]) -> int:
     return sum(8 * x.codes.addressable_data(0).nbytes for x in codes)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("name", "method", "bits", "sizes", "layers"),
     [

@@ -45,6 +45,7 @@ def call(cache, counts, constants, length: int):
     return jnp.stack(outs), kvq.append(cache, new, counts, constants=constants)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "spec", with_nightly(SPLIT, ["kivi:bits=4,value_group=16,window=32,sinks=3"])
 )
@@ -73,6 +74,7 @@ def test_a_shape_s_cache_on_a_mesh(spec):
             np.testing.assert_allclose(x, other.window[name], atol=1e-6)
 
 
+@pytest.mark.nightly
 def test_logarithms_of_denominators_on_a_mesh():
     method = kvq.parse("kivi:bits=4,value_group=16,window=32")
     rules = rules_for(SHAPE, method, MeshSize(data=2, seq=2, model=2))

@@ -104,6 +104,7 @@ SHORT = jnp.asarray(np.random.default_rng(1).integers(0, 50, (2, 12)), jnp.int32
 step = jax.jit(kvq.forward)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("spec", thinned(["kvquant:bits=4,sinks=2", "xquant:bits=4,group=32"], 2))
 def test_few_tokens(spec):
     """Keys and values of the step itself and of the step before, of which a long body would drown
@@ -116,7 +117,7 @@ def test_few_tokens(spec):
     assert np.abs(logits[0] - logits[1]).max() < bound(logits[0], 2 * SHORT.shape[1])
 
 
-@pytest.mark.parametrize("spec", CELLS)
+@pytest.mark.parametrize("spec", thinned(CELLS, 3))
 def test_what_is_split_over_heads(spec):
     model, method = model_of(spec)
     rules = rules_for(model.config, method, MeshSize(**ALL))
@@ -132,6 +133,7 @@ def test_what_is_split_over_heads(spec):
     assert here * 8 == whole  # rows, sequence and heads (or tokens again) each halve it
 
 
+@pytest.mark.nightly
 def test_devices_that_outnumber_kv_heads_share_their_tokens():
     """Four devices, two KV heads: the whole pipeline, and tokens as one device makes them."""
     prompts = [list(range(40)), [7, 3, 9]]

@@ -125,6 +125,7 @@ def test_a_user_s_mesh_gives_what_one_device_gives(name):
                 assert np.mean(np.asarray(a) != np.asarray(b)) < 1e-3
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "kind", [AxisType.Explicit, pytest.param(AxisType.Auto, marks=pytest.mark.nightly)], ids=str
 )

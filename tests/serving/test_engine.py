@@ -257,6 +257,7 @@ def test_a_fault_of_the_device_s_thread_leaves_nobody_waiting(model, monkeypatch
     engine.close()
 
 
+@pytest.mark.nightly
 def test_warming_waits_for_room_in_the_queue(model, monkeypatch):
     """A server may be asked before it is ready."""
     with engine_of(model, "exact", rows=1, stride=2, queue=1) as engine:
@@ -269,6 +270,7 @@ def test_warming_waits_for_room_in_the_queue(model, monkeypatch):
         assert engine.stats().requests == 2
 
 
+@pytest.mark.nightly
 def test_a_client_whose_event_loop_is_closed_harms_no_other(model):
     with engine_of(model, "exact", rows=2, stride=2) as engine:
         left, stays = (engine.submit(PROMPTS[0], max_new_tokens=150, eos_ids=()) for _ in range(2))
@@ -286,6 +288,7 @@ def test_a_client_whose_event_loop_is_closed_harms_no_other(model):
         del pieces
 
 
+@pytest.mark.nightly
 def test_a_prompt_that_made_way_counts_what_it_reused_at_last(model):
     """It goes on from a prefix, makes way for an earlier request, and finds the prefix gone when it
     begins anew."""

@@ -29,6 +29,7 @@ def ended(end: str) -> subprocess.CompletedProcess:
     )
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("moment", with_nightly(MOMENTS, ["compiling"]))
 def test_an_open_engine_leaves_the_exit_code_of_a_program_alone(moment):
     done = ended(f"{MOMENTS[moment]}\nprint('end')")
@@ -36,6 +37,7 @@ def test_an_open_engine_leaves_the_exit_code_of_a_program_alone(moment):
     assert "terminate called" not in done.stderr
 
 
+@pytest.mark.nightly
 def test_an_open_engine_leaves_the_exception_of_a_program_alone():
     done = ended("raise ValueError('mine')")
     assert done.returncode == 1

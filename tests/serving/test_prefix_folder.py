@@ -65,6 +65,7 @@ def test_a_later_engine_goes_on_where_an_earlier_one_ended(model, method, tmp_pa
     assert stats.pages_free + len(held) == stats.pages
 
 
+@pytest.mark.nightly
 def test_rows_and_pages_come_back_bit_for_bit(model, tmp_path):
     with engine_of(model, METHOD) as engine:
         answers(engine, PROMPTS[:2])
@@ -82,6 +83,7 @@ def test_rows_and_pages_come_back_bit_for_bit(model, tmp_path):
         np.testing.assert_array_equal(array, read[1][name])
 
 
+@pytest.mark.nightly
 def test_those_used_last_come_first_where_room_is_short(model, tmp_path):
     small = {"capacity": 192, "chunk": 32}
     assert (
@@ -98,6 +100,7 @@ def test_those_used_last_come_first_where_room_is_short(model, tmp_path):
         assert engine.load_prefixes(tmp_path / "kept") == 0
 
 
+@pytest.mark.nightly
 def test_requests_go_on_meanwhile_and_a_closed_engine_can_be_asked(model, tmp_path):
     with engine_of(model, METHOD) as engine:
         answers(engine, PROMPTS[:1])

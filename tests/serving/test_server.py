@@ -489,6 +489,7 @@ def test_the_command_serves_until_it_is_told_to_end(tmp_path, capsys, monkeypatc
     )
 
 
+@pytest.mark.nightly
 def test_a_second_ctrl_c_ends_the_command_at_once():
     """An answer is under way, which the first one waits for."""
     words = [sys.executable, "-P", "-m", "kvqjax", "serve", "-m", "recall", "--port", "0", "--json"]
@@ -510,6 +511,7 @@ def test_a_second_ctrl_c_ends_the_command_at_once():
     assert said[4] == "stopped\n"
 
 
+@pytest.mark.nightly
 def test_a_shutdown_ends_a_long_answer_and_logs_no_traceback():
     script = """
 import sys

@@ -8,6 +8,7 @@ import threading
 from collections import Counter
 
 import pytest
+from cases import thinned
 from served import NAME, Running, answer, settled
 
 import kvqjax as kvq
@@ -52,7 +53,7 @@ def at_rest(port, engine, wanted, caplog):
     assert stats.pages_free == stats.pages
     assert stats.failed == 0
     assert answer(port, "/v1/completions", WHOLE)[1]["choices"][0]["text"] == wanted
-    gc.collect()  # asyncio logs an error that nobody took when its future goes
+    gc.collect(1)  # what the test made; asyncio logs an error that nobody took when its future goes
     records = [*caplog.get_records("call"), *caplog.records]
     assert not [
         record.getMessage() for record in records if record.levelname in ("ERROR", "CRITICAL")
@@ -172,7 +173,9 @@ def test_what_is_no_request_is_refused(port, raw):
     assert got == b"" or got.split(b" ")[1][:1] == b"4"
 
 
-@pytest.mark.parametrize("coding", ["Content-Length: 10000000", "Transfer-Encoding: chunked"])
+@pytest.mark.parametrize(
+    "coding", thinned(["Content-Length: 10000000", "Transfer-Encoding: chunked"], 2)
+)
 def test_a_large_body_is_refused_before_it_is_read(port, coding):
     """10 MB are announced, or come without an end: the answer comes while most of them are
     missing."""

@@ -119,6 +119,7 @@ def run(name: str, kind: str, folder, **options):
         assert 0 < error < ERROR[kind]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("kind", "name"),
     with_nightly(itertools.product(COMPRESSED, CLIENTS), [("kivi", "nnx_model")]),
@@ -152,6 +153,7 @@ def test_another_explicit_mesh(kind):
     assert len(cache.lengths.devices()) == 8
 
 
+@pytest.mark.nightly
 def test_beams_pick_rows_of_the_cache():
     module, weights = client("tunix_sampler")
     wanted = module.plain(weights, prompts(), COUNT, beams=3)

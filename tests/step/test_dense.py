@@ -89,6 +89,7 @@ def test_attention_over_dense_arrays_is_that_of_forward(name):
     np.testing.assert_allclose(got, wanted, atol=2e-5 * np.abs(wanted).max())
 
 
+@pytest.mark.nightly
 def test_valid_marks_what_a_layer_still_sees():
     model, method = model_and_method("sliding-mixed")
     cache = filled(model, method)

@@ -183,6 +183,7 @@ class SelfStoring(Attention):
         return self.o(cache[self.layer].attend(q, k, v).reshape(x.shape))
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("name", "remat"), [pytest.param("aqua", False, marks=pytest.mark.nightly), ("kivi2", True)]
 )
@@ -217,6 +218,7 @@ def test_a_module_that_stores_by_itself_equals_plain_calls(name, remat):
     assert jax.tree.structure(nnx.state(tower)) == structure
 
 
+@pytest.mark.nightly
 def test_a_module_s_layers_attend_in_order():
     cache = CacheModule(kvq.init_cache(SHAPE, "exact", 1, 64))
     q, k, v = (jnp.zeros((1, 3, heads, 16)) for heads in (4, 2, 2))

@@ -21,6 +21,10 @@ COUNTS = (160, 77)
 BOUND = 1e-6  # of float32 logits of size about 1, computed by the same products in another order of layers
 
 
+attend_layer = jax.jit(kvq.attend_layer, static_argnums=1, static_argnames=("within", "return_lse"))
+append = jax.jit(kvq.append)
+
+
 def other_model(model: kvq.Model, shape: KVShape, cache, text, counts, within):
     """A decoder of its own: (logits, new tokens of every layer). Its queries and keys come as
     `shape` wants them."""
@@ -97,6 +101,7 @@ def test_another_model_gets_what_ours_gets(name):
                 assert np.mean(np.asarray(a) != np.asarray(b)) < 1e-3
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", thinned(["aqua", "sliding-mixed"], 2))
 def test_drafts_are_verified_as_in_our_model(name):
     for got, wanted in both(name, "step")[0]:
@@ -157,9 +162,9 @@ def test_exact_cache_equals_dense_attention(name):
     for start in range(0, 70, 35):
         here = jnp.clip(jnp.asarray(counts) - start, 0, 35)
         part = [x[:, :, start : start + 35] for x in (q, k, v)]
-        attend = functools.partial(kvq.attend_layer, cache, return_lse=True)
+        attend = functools.partial(attend_layer, cache, return_lse=True)
         found = [attend(i, *(x[i] for x in part), here) for i in range(shape.num_layers)]
-        cache = kvq.append(cache, [new for *_, new in found], here)
+        cache = append(cache, [new for *_, new in found], here)
         for row, layer in np.ndindex(rows, shape.num_layers):
             size = int(here[row])
             wanted = dense(shape, layer, q[layer, row], k[layer, row], v[layer, row], counts[row])
@@ -197,6 +202,7 @@ def test_attention_merges_with_attention_to_tokens_that_lie_elsewhere():
     np.testing.assert_allclose(merged, whole[-1] * share[:, None], atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.nightly
 def test_a_scan_over_the_layers_of_a_stack():
     shape, counts = SHAPES["rotated outside"], jnp.asarray([40, 33])
     cache = kvq.init_cache(shape, kvq.parse("kivi:bits=4,window=0"), 2, 128)
@@ -212,8 +218,8 @@ def test_a_scan_over_the_layers_of_a_stack():
         return out, kvq.append(cache, new, counts)
 
     out, after = scanned(cache)
-    found = [kvq.attend_layer(cache, i, q[i], k[i], v[i], counts) for i in range(shape.num_layers)]
-    alone = kvq.append(cache, [new for _, new in found], counts)
+    found = [attend_layer(cache, i, q[i], k[i], v[i], counts) for i in range(shape.num_layers)]
+    alone = append(cache, [new for _, new in found], counts)
     for layer, (wanted, _) in enumerate(found):
         np.testing.assert_allclose(out[layer], wanted, atol=1e-6)
     for a, b in zip(jax.tree.leaves(after), jax.tree.leaves(alone), strict=True):
@@ -248,8 +254,8 @@ def test_surgery_ledger_and_saving_know_no_model(tmp_path):
     shape, counts = SHAPES["rotated outside"], jnp.asarray([70, 69])
     cache = kvq.init_cache(shape, kvq.parse("kivi:bits=4,window=0"), 2, 128)
     q, k, v = sources(2, shape, 2, 70)
-    new = [kvq.attend_layer(cache, i, q[i], k[i], v[i], counts)[1] for i in range(2)]
-    full = kvq.append(cache, new, counts)
+    new = [attend_layer(cache, i, q[i], k[i], v[i], counts)[1] for i in range(2)]
+    full = append(cache, new, counts)
     assert kvq.crop(full, jnp.asarray([66, 68])).lengths.tolist() == [66, 68]
     assert kvq.gather(full, jnp.asarray([1])).lengths.tolist() == [69]
     assert kvq.evict(full, jnp.asarray([True, False])).lengths.tolist() == [0, 69]
@@ -280,11 +286,11 @@ def test_values_narrower_than_keys_go_with_zeros(spec):
     q, k, v = sources(4, shape, 1, total)
     v = v.at[..., 16:].set(0)
     new = [
-        kvq.attend_layer(cache, i, q[i, :, :-1], k[i, :, :-1], v[i, :, :-1], counts)[1]
+        attend_layer(cache, i, q[i, :, :-1], k[i, :, :-1], v[i, :, :-1], counts)[1]
         for i in range(2)
     ]
-    cache = kvq.append(cache, new, counts)
-    out = kvq.attend_layer(cache, 0, q[0, :, -1:], k[0, :, -1:], v[0, :, -1:], jnp.asarray([1]))[0]
+    cache = append(cache, new, counts)
+    out = attend_layer(cache, 0, q[0, :, -1:], k[0, :, -1:], v[0, :, -1:], jnp.asarray([1]))[0]
     keys, values = (x[0, : total - 1] for x in kvq.dense(cache, 0)[:2])
     wrong = np.asarray(values - v[0, 0, :-1])[..., :16]
     assert np.square(wrong).sum() <= PADDED[spec] ** 2 * np.square(v[0, 0, :-1]).sum()

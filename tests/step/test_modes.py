@@ -113,7 +113,7 @@ def test_the_variable_of_the_environment():
     assert found.stdout.split("\n")[0] == str(wanted)
 
 
-@pytest.mark.parametrize("name", with_nightly(GENERAL))
+@pytest.mark.parametrize("name", thinned(with_nightly(GENERAL), 2))
 def test_a_plan_made_inside_a_trace_serves_outside(name):
     """What a plan's functions hold belongs to no trace."""
     model, method = model_and_method(name)

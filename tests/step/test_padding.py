@@ -20,7 +20,8 @@ ROWS, LENGTH, CAPACITY = 3, 80, 512  # as in test_dense.py: both run the same pr
 # The valid places of each row, call by call: left padding, both sides, a full row, an empty one;
 # then one more token, in calls as wide as before, so that they run the programs of the prompts.
 RUNS = (((5, 80), (40, 73), (0, 80)), ((0, 80), (79, 80), (0, 0)), ((79, 80), (30, 31), (0, 0)))
-step = jax.jit(kvq.forward)
+step, prefill, commit = (jax.jit(door) for door in (kvq.forward, kvq.prefill, kvq.commit))
+attend = jax.jit(kvq.attend, static_argnames="last")
 SHAPE = kvq.KVShape(num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16, rope=kvq.Rope())
 
 
@@ -73,21 +74,20 @@ def test_prefill_attend_and_commit_take_a_mask(name):
     model, method = model_and_method(name)
     blank = kvq.init_cache(model, method, ROWS, CAPACITY)
     (text, mask), (more, wider) = chunks()[:2]
-    got, left = kvq.prefill(model, text, jnp.asarray(mask), blank)
-    wanted, right = kvq.prefill(model, on_the_right(text, mask), counted(mask), blank)
+    got, left = prefill(model, text, jnp.asarray(mask), blank)
+    wanted, right = prefill(model, on_the_right(text, mask), counted(mask), blank)
     np.testing.assert_allclose(got, wanted, atol=1e-6)
     assert_same(left, right)
-    got, pending = kvq.attend(model, more, jnp.asarray(wider), left, last=True)
-    wanted, same = kvq.attend(model, on_the_right(more, wider), counted(wider), right, last=True)
+    got, pending = attend(model, more, jnp.asarray(wider), left, last=True)
+    wanted, same = attend(model, on_the_right(more, wider), counted(wider), right, last=True)
     np.testing.assert_allclose(got[:2], wanted[:2], atol=1e-6)
-    after = kvq.commit(model, right, same, counted(wider))
-    assert_same(kvq.commit(model, left, pending, jnp.asarray(wider)), after)
+    after = commit(model, right, same, counted(wider))
+    assert_same(commit(model, left, pending, jnp.asarray(wider)), after)
     accepted = counted(wider) // 2  # of a draft
-    assert_same(
-        kvq.commit(model, left, pending, accepted), kvq.commit(model, right, same, accepted)
-    )
+    assert_same(commit(model, left, pending, accepted), commit(model, right, same, accepted))
 
 
+@pytest.mark.nightly
 def test_a_decode_step_takes_the_mask_of_active_rows():
     model, method = model_and_method("kivi2")
     cache = step(
@@ -124,6 +124,7 @@ def layers(cache, q, k, v, counts, constants):
 LAYERED = ("kivi2", "exact", "kvquant", "commvq", "aqua")
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", with_nightly(LAYERED, ["kivi2"]))
 def test_attend_layer_of_a_mask_is_that_of_counts(name):
     spec = CASES[name][0]
@@ -160,6 +161,7 @@ def test_a_forward_pass_of_flax_takes_a_mask():
         np.testing.assert_array_equal(positions[row, marks], np.arange(marks.sum()))
 
 
+@pytest.mark.nightly
 def test_attention_mass_follows_a_mask():
     model, method = tiny(), kvq.parse("kivi:bits=2,window=32,keep=streaming:64")
     left = right = kvq.init_cache(model, method, ROWS, CAPACITY)
@@ -188,7 +190,9 @@ def test_a_known_mask_of_several_runs_is_refused():
     assert kvq.forward(model, ids, LEFT, cache)[1].lengths.tolist() == [3, 3]
 
 
-@pytest.mark.parametrize("door", ["forward", "prefill", "commit", "append"])
+@pytest.mark.parametrize(
+    "door", with_nightly(["forward", "prefill", "commit", "append"], ["commit", "append"])
+)
 def test_a_traced_mask_of_several_runs_raises_the_flag(door):
     """Of several runs the first is stored."""
     model, text = tiny(), tokens(2, 4)

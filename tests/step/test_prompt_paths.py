@@ -29,6 +29,7 @@ def prefilled(patch, path: Path, changes: dict, counts: list[int], length: int):
     return logits, cache
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("sliding", "kernels"),
     with_nightly(

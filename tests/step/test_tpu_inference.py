@@ -199,6 +199,7 @@ def test_calls_of_a_scheduler(spec):
     run([New(text(3, [5, 7], a, 512), 512, 100), New(a, 515, 1)])
 
 
+@pytest.mark.nightly
 def test_tails_by_slot():
     """As many tails as sequences, which the metadata name."""
     layer = caches(slots=4)
@@ -214,6 +215,7 @@ def test_tails_by_slot():
     scenario(run)
 
 
+@pytest.mark.nightly
 def test_scores_as_the_engine_asks():
     layer, a = caches("exact"), text(1, [4, 3])
     layer = call(layer, [New(a, 0, 130)], sm_scale=0.4, attn_logits_soft_cap=3.0)
@@ -325,6 +327,7 @@ def test_a_token_that_is_not_finite_counts_in_its_call(number):
     call(layer, [New(b, 20, 1), New(a._replace(k=keys), 40, 1)])
 
 
+@pytest.mark.nightly
 def test_blocks_change_in_place():
     """No second cache beside the one that is given away."""
     layer = jax.eval_shape(lambda: paged.create_kv_caches(SHAPE, KIVI, 4096, 65536, dtype="f32")[0])

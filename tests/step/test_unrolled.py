@@ -116,6 +116,7 @@ def test_every_form_is_made_of_every_other():
             jax.tree.map(np.testing.assert_array_equal, in_form(params, form), wanted)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "spec", ["exact", pytest.param("kivi:bits=2,window=32", marks=pytest.mark.nightly)]
 )

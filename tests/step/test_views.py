@@ -33,6 +33,12 @@ def inputs(seed: int, length: int = LENGTH):
     return [jnp.asarray(x, jnp.float32) for x in (q, k, v)]
 
 
+attend_layer = jax.jit(
+    kvq.attend_layer, static_argnums=1, static_argnames=("within", "softcap", "return_lse")
+)
+append = jax.jit(kvq.append)
+
+
 @jax.jit
 def plain(cache, q, k, v, counts, constants=None):
     out, below, new = [], None, []
@@ -97,6 +103,7 @@ def test_a_view_crosses(name, wrap):
     assert_steps_equal(cache, cache, run if wrap is jax.jit else jax.jit(run), plain, constants)
 
 
+@pytest.mark.nightly
 def test_views_cross_jit_all_together():
     cache, mask, (q, k, v) = (
         kvq.init_cache(SHAPE, "kivi:bits=2", ROWS, CAPACITY),
@@ -148,6 +155,7 @@ def test_a_view_is_the_carry_of_a_scan(spec):
     assert_steps_equal(cache, cache, jax.jit(scanned), plain)
 
 
+@pytest.mark.nightly
 def test_a_stack_s_view_goes_through_an_ordinary_loop():
     cache, mask, (q, k, v) = (
         kvq.init_cache(SHAPE, "kivi:bits=2", ROWS, CAPACITY),
@@ -184,8 +192,8 @@ def test_blocks_of_unequal_layers_are_scanned_with_a_cache_for_every_place():
         blocks = [jnp.stack(x) for x in zip(inputs(seed), inputs(seed + 9), strict=True)]
         out, caches = step(caches, *blocks, mask)
         layers = [x.reshape(4, *x.shape[2:]) for x in blocks]
-        found = [kvq.attend_layer(whole, i, *(x[i] for x in layers), mask) for i in range(4)]
-        whole = kvq.append(whole, [new for _, new in found], mask)
+        found = [attend_layer(whole, i, *(x[i] for x in layers), mask) for i in range(4)]
+        whole = append(whole, [new for _, new in found], mask)
         wanted = jnp.stack([x for x, _ in found]).reshape(out.shape)
         np.testing.assert_allclose(out[:, :, mask], wanted[:, :, mask], atol=1e-6)
     for number, run in enumerate(whole.runs):
@@ -216,10 +224,9 @@ def test_the_accepted_part_of_a_draft_is_stored():
         [view.attend(q[i], k[i], v[i])[1] for i, view in enumerate(views)], accepted
     )
     new = [
-        kvq.attend_layer(cache, i, q[i], k[i], v[i], counts, within="step")[1]
-        for i in range(LAYERS)
+        attend_layer(cache, i, q[i], k[i], v[i], counts, within="step")[1] for i in range(LAYERS)
     ]
-    assert_same(after, kvq.append(cache, new, accepted))
+    assert_same(after, append(cache, new, accepted))
 
 
 def test_no_more_tokens_are_stored_than_were_valid():
@@ -261,16 +268,16 @@ def test_options_of_the_scores_and_positions():
     )
     view, sinks = kvq.layers(cache, valid=mask)[0], jnp.asarray([1.0, -1.0, 0.0, 2.0])
     got = view.attend(q[0], k[0], v[0], softcap=3.0, sinks=sinks)[0]
-    wanted = kvq.attend_layer(cache, 0, q[0], k[0], v[0], mask, softcap=3.0, sinks=sinks)[0]
+    wanted = attend_layer(cache, 0, q[0], k[0], v[0], mask, softcap=3.0, sinks=sinks)[0]
     np.testing.assert_array_equal(got, wanted)
     out, lse, _ = view.attend(q[0], k[0], v[0], softcap=3.0, sinks=sinks, return_lse=True)
     np.testing.assert_array_equal(out, wanted)
-    wanted = kvq.attend_layer(
+    wanted = attend_layer(
         cache, 0, q[0], k[0], v[0], mask, softcap=3.0, sinks=sinks, return_lse=True
     )[1]
     np.testing.assert_array_equal(lse, wanted)
     for row, (first, stop) in enumerate(SPANS[0]):  # rolled, as q is where its tokens stand
-        alone = kvq.attend_layer(
+        alone = attend_layer(
             kvq.init_cache(SHAPE, "kivi:bits=2", 1, CAPACITY), 0, *(x[0, row : row + 1, first:stop] for x in (q, k, v)),
             jnp.asarray([stop - first]), softcap=3.0, sinks=sinks, return_lse=True,
         )  # fmt: skip
