@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
-from kvqjax._errors import UserError
+from kvqjax import UserError
 from kvqjax.model.config import ExpertConfig, ModelConfig, RopeConfig
 from kvqjax.model.hf_config import parse_config
 from kvqjax.model.hf_families import FAMILIES, ExpertFields, Family

@@ -9,8 +9,8 @@ import numpy as np
 from jax._src.pallas.mosaic import primitives
 from jax.interpreters import mlir
 
-from kvqjax.codecs.uniform import Uniform
-from kvqjax.methods import parse
+from kvqjax import parse
+from kvqjax.codecs import Uniform
 from kvqjax.model.config import ModelConfig
 from kvqjax.ops.attention import Partial, segment_attention
 from kvqjax.ops.packing.base import split_bits, to_bits

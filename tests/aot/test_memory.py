@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import pytest
 
 import kvqjax as kvq
-from kvqjax.cache.accounting import ledger
+from kvqjax import ledger
+from kvqjax.cache import allocate_cache
 from kvqjax.cache.layout import Pool
 from kvqjax.cache.runs import page_for
-from kvqjax.cache.state import allocate_cache
 from kvqjax.generation.loop import decode_steps
 from kvqjax.hardware.aot import decode_arguments, lower_prompt
 from kvqjax.hardware.chips import chip_devices

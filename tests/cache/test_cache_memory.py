@@ -9,7 +9,7 @@ from cases import CASES, model_and_method, with_nightly
 from tiny import tiny
 
 import kvqjax as kvq
-from kvqjax.cache.accounting import ledger
+from kvqjax import ledger
 from kvqjax.generation.loop import decode_steps, unbegun
 from kvqjax.generation.sampling import make_sampling
 from kvqjax.model.config import RecurrentConfig

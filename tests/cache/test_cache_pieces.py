@@ -10,7 +10,7 @@ from cases import GENERAL, model_and_method, thinned, with_nightly
 from tiny import tiny, tokens
 
 import kvqjax as kvq
-from kvqjax.cache.runs import runs_of
+from kvqjax.cache import runs_of
 
 ROWS = [list(range(330)), list(range(290)), list(range(57))]
 MORE = [list(range(400, 490))] * 3

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec
 from tiny import tiny, tokens
 
 import kvqjax as kvq
-from kvqjax.model.config import KVShape
+from kvqjax import KVShape
 
 METHOD = "kivi:bits=2,window=32,sinks=2"
 ROWS = [list(range(200)), list(range(50, 90))]

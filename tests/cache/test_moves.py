@@ -15,7 +15,7 @@ from recurrent import drawn, hybrid
 from tiny import tiny, tokens
 
 import kvqjax as kvq
-from kvqjax.cache.runs import runs_of
+from kvqjax.cache import runs_of
 from kvqjax.model.config import LatentHeads, RopeConfig
 
 ROWS = [list(range(330)), list(range(290)), list(range(57))]

@@ -15,10 +15,9 @@ from cases import CASES, model_and_method, with_nightly
 from tiny import tiny, tokens
 
 import kvqjax as kvq
-from kvqjax.cache import attention
-from kvqjax.cache.layout import READERS, Ask, CacheLayout, reader_of, stored_form
+from kvqjax.cache import CacheLayout, attention, runs_of
+from kvqjax.cache.layout import READERS, Ask, reader_of, stored_form
 from kvqjax.cache.readers.blocks import body_blocks
-from kvqjax.cache.runs import runs_of
 from kvqjax.model.loading import config_of
 from kvqjax.ops.attention import Partial
 

@@ -16,8 +16,7 @@ from tiny import in_form as form_of
 from tiny import tokens
 
 import kvqjax as kvq
-from kvqjax import calibrate
-from kvqjax._errors import UserError
+from kvqjax import UserError, calibrate
 from kvqjax.calibrate import activations
 from kvqjax.calibrate.xquant import prepared
 from kvqjax.model import decoder

@@ -8,8 +8,8 @@ from cases import with_constants, with_nightly
 from tiny import tiny, tokens
 
 import kvqjax as kvq
+from kvqjax.cache import runs_of
 from kvqjax.cache.reshape import CANONICAL, convert
-from kvqjax.cache.runs import runs_of
 
 forward = jax.jit(kvq.forward)
 CAPACITY = 4096

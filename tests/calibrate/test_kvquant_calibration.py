@@ -8,15 +8,13 @@ import numpy as np
 import pytest
 from cases import with_nightly
 
-from kvqjax._errors import UserError
+from kvqjax import Model, UserError, kivi, kvquant, parse
 from kvqjax.calibrate import kmeans
 from kvqjax.calibrate import kvquant as passes
 from kvqjax.calibrate.activations import _perturbed_loss, activations, loss
 from kvqjax.calibrate.kvquant import Recipe, calibrate
-from kvqjax.methods import kivi, kvquant, parse
 from kvqjax.model import decoder, weight_trees
 from kvqjax.model.config import ModelConfig
-from kvqjax.model.loading import Model
 from kvqjax.model.rope import rotate
 
 DATA = Path(__file__).parents[1] / "data" / "golden_kvquant_calibration.npz"

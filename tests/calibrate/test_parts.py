@@ -10,8 +10,8 @@ from tiny import tiny
 
 import kvqjax as kvq
 from kvqjax.cache import runs_of
-from kvqjax.calibrate.parts import calibrated, divided, fitter, needed
-from kvqjax.calibrate.resume import forget
+from kvqjax.calibrate import forget, needed
+from kvqjax.calibrate.parts import calibrated, divided, fitter
 
 TOKENS = np.random.default_rng(0).integers(2, 50, (3, 72))
 TABLES, MEANS = "kvquant:bits=2,sinks=1", "kivi:bits=2,window=32,sinks=1,centre=mean"

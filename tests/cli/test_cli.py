@@ -9,7 +9,7 @@ import pytest
 from commands import run
 
 import kvqjax as kvq
-from kvqjax.model.loading import locate
+from kvqjax.model import locate
 
 
 @pytest.fixture

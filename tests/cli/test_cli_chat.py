@@ -12,7 +12,7 @@ from commands import run
 
 from kvqjax.cli import chat
 from kvqjax.cli.chat import Lines
-from kvqjax.model.loading import locate
+from kvqjax.model import locate
 
 # The bundled model "recall" answers ?key with the key's value. A turn is put behind the earlier
 # ones.

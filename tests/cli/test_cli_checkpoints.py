@@ -7,7 +7,7 @@ import shutil
 import pytest
 from commands import run
 
-from kvqjax.model.loading import locate
+from kvqjax.model import locate
 
 EXPERTS = {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "num_local_experts": 6}
 LONGROPE = {"rope_type": "longrope", "short_factor": [1] * 32, "long_factor": [4] * 32}

@@ -10,7 +10,7 @@ from commands import run
 import kvqjax as kvq
 from kvqjax.cli import demo as subject
 from kvqjax.model import fetch as fetching
-from kvqjax.model.loading import locate
+from kvqjax.model import locate
 
 # The bundled model "recall" answers ?key with the key's value; it knows no line ends.
 TEMPLATE = "{% for m in messages %}{{ m.content | replace('\\n', '') }}{% endfor %}"

@@ -11,7 +11,7 @@ import pytest
 from cases import thinned, with_nightly
 from commands import run
 
-from kvqjax._errors import UserError
+from kvqjax import UserError
 from kvqjax.cli.prompts import read_prompts
 
 # About 180 KB in UTF-8, which no argument of a command may have.

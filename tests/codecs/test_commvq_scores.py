@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from kvqjax import commvq
 from kvqjax.codecs.commvq_keys import CommVQKeys
-from kvqjax.methods import commvq
 from kvqjax.model.config import ModelConfig, RopeConfig
 from kvqjax.model.rope import inverse_frequencies, rotate
 

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 from cases import thinned
 
-from kvqjax.codecs import bits_per_value, higgs_gpu, higgs_tpu
-from kvqjax.codecs.centring import BlockCentred
+from kvqjax.codecs import BlockCentred, bits_per_value, higgs_gpu, higgs_tpu
 from kvqjax.codecs.hadamard import hadamard, has_hadamard, splits, transform, transform_matrix
 from kvqjax.codecs.higgs import Higgs, higgs_codec
 from kvqjax.codecs.higgs_grid import by_blocks, by_table, group_size, nearest, shipped_grid

@@ -6,11 +6,10 @@ import jax.numpy as jnp
 import pytest
 
 import kvqjax as kvq
-from kvqjax.cache.layout import CacheLayout
-from kvqjax.cache.state import allocate_cache
-from kvqjax.codecs.base import bits_per_value
+from kvqjax import kvquant
+from kvqjax.cache import CacheLayout, allocate_cache
+from kvqjax.codecs import bits_per_value
 from kvqjax.codecs.nuq import Nuq
-from kvqjax.methods import kvquant
 from kvqjax.model.config import ModelConfig
 
 LENGTHS = (2**17, 2**20, 10**7)  # "128K", "1M", "10M" of the paper's tables

@@ -11,14 +11,8 @@ from commands import run
 from tiny import tiny
 
 import kvqjax as kvq
-from kvqjax.eval.measure_copying import (
-    Entry,
-    copying,
-    kinds_for,
-    predictions,
-    questions,
-    scored,
-)
+from kvqjax.eval import copying
+from kvqjax.eval.measure_copying import Entry, kinds_for, predictions, questions, scored
 from kvqjax.eval.scores import ROUNDING, exact_logits
 from kvqjax.generation.prompt_ids import padded
 

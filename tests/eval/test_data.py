@@ -18,7 +18,7 @@ import kvqjax as kvq
 from kvqjax.data import Data, data_or_ids, read, token_ids
 from kvqjax.data import documents as documents_module
 from kvqjax.eval import drift, perplexity, retrieval
-from kvqjax.model.loading import locate
+from kvqjax.model import locate
 
 DOCUMENTS = ("The old man came back.\u2028He sat.", 'Rain, "again".\nAnd wind.')
 RECORDS = [{"text": text, "id": number} for number, text in enumerate(DOCUMENTS)]

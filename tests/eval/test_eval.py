@@ -8,8 +8,9 @@ import pytest
 from tiny import tiny
 
 import kvqjax as kvq
-from kvqjax.eval.measure_retrieval import problems, retrieval
-from kvqjax.eval.windows import drift, encoded_from, growth, perplexity, score_chunk, windows
+from kvqjax.eval import drift, perplexity, retrieval
+from kvqjax.eval.measure_retrieval import problems
+from kvqjax.eval.windows import encoded_from, growth, score_chunk, windows
 from kvqjax.model import decoder
 
 IDS = np.random.default_rng(0).integers(0, 50, 700)

@@ -8,9 +8,10 @@ import pytest
 from tiny import tiny
 
 import kvqjax as kvq
+from kvqjax.eval import perplexity
 from kvqjax.eval.measure_retrieval import TASKS, problems
 from kvqjax.eval.synthetic import sentences_of
-from kvqjax.eval.windows import STYLES, perplexity, windows
+from kvqjax.eval.windows import STYLES, windows
 from kvqjax.model import decoder
 
 IDS = np.random.default_rng(0).integers(1, 50, 300)

@@ -12,8 +12,7 @@ import pytest
 from tiny import tiny, tokens
 
 import kvqjax as kvq
-from kvqjax.model import decoder
-from kvqjax.model.loading import locate
+from kvqjax.model import decoder, locate
 
 pytest.importorskip(
     "lm_eval", reason="lm-evaluation-harness is not installed (pip install '.[eval]')"

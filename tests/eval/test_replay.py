@@ -6,8 +6,8 @@ import pytest
 from tiny import tiny
 
 import kvqjax as kvq
+from kvqjax.eval import perplexity
 from kvqjax.eval.scores import exact_logits, replay, score
-from kvqjax.eval.windows import perplexity
 
 IDS = np.random.default_rng(0).integers(0, 50, 384)
 

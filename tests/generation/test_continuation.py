@@ -13,7 +13,7 @@ import kvqjax as kvq
 from kvqjax.cache import runs_of
 from kvqjax.generation import loop
 from kvqjax.generation.driver import steps_until_encoded
-from kvqjax.model.loading import locate
+from kvqjax.model import locate
 
 PROMPTS = [[7, 3, 9, 4] * 8, list(range(45))]
 MORE = [[5, 11, 2], [30]]

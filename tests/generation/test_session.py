@@ -12,7 +12,7 @@ from tiny import tiny
 
 import kvqjax as kvq
 from kvqjax.generation import driver, session
-from kvqjax.model.loading import locate
+from kvqjax.model import locate
 
 METHOD = "kivi:bits=2,window=32"
 # Characters are the recall model's tokens: a question ends with "?", an answer with ",". <s> begins

@@ -14,8 +14,8 @@ from cases import thinned
 from commands import run
 
 import kvqjax as kvq
-from kvqjax.cache import runs_of
-from kvqjax.cache.layout import Ask, CacheLayout, reader_of
+from kvqjax.cache import CacheLayout, runs_of
+from kvqjax.cache.layout import Ask, reader_of
 from kvqjax.cache.readers import kernel as kernel_reader
 from kvqjax.kernel_checks import check as check_module
 from kvqjax.kernel_checks import choose

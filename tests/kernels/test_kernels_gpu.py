@@ -15,12 +15,12 @@ from gpu_simulator import install
 from kernel_cases import LLAMA31_8B, Case, agree, make_body, near, oracle
 from kernel_forms import case_of, inputs, name, rope, within
 
-from kvqjax.cache.layout import CacheLayout
+from kvqjax import parse
+from kvqjax.cache import CacheLayout
 from kvqjax.cache.readers import kernel as kernel_reader
 from kvqjax.kernel_checks import trial as trial_module
 from kvqjax.kernel_checks.check import check
 from kvqjax.kernel_checks.compare import Speed
-from kvqjax.methods import parse
 from kvqjax.pallas_kernels import dispatch, reference, support
 from kvqjax.pallas_kernels.forms import KernelForm, form_of
 from kvqjax.pallas_kernels.gpu import call as gpu_call

@@ -27,10 +27,10 @@ from kernel_cases import (
 from tiny import tiny, tokens
 
 import kvqjax as kvq
+from kvqjax import parse
 from kvqjax.cache import layout as reading
 from kvqjax.cache.readers import kernel as kernel_reader
 from kvqjax.codecs.higgs import Higgs
-from kvqjax.methods import parse
 from kvqjax.model.config import ModelConfig
 from kvqjax.model.rope import rotate
 from kvqjax.ops.attention import segment_attention

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from cases import thinned
 
+from kvqjax import aqua, parse
 from kvqjax.cache import CacheLayout, runs_of
 from kvqjax.calibrate.aqua_fit import Recipe, cast, fit_layer
 from kvqjax.codecs.higgs import Higgs, higgs_codec
 from kvqjax.codecs.klt import Klt
-from kvqjax.methods import aqua, parse
 from kvqjax.methods.papers.aqua import AquaLayer, encode_source, reconstruct
 from kvqjax.methods.roofline import bits_by_layer, flops_per_token
 from kvqjax.model.config import ModelConfig

@@ -9,14 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvqjax import Model, UserError, forward, init_cache, load_artifact
+from kvqjax import Model, UserError, aqua, exact, forward, init_cache, ledger, load_artifact, parse
 from kvqjax.cache import CacheLayout, allocate_cache, at_layer, commit, runs_of
-from kvqjax.cache.accounting import ledger
 from kvqjax.cache.runs import chains
 from kvqjax.cache.state import due
 from kvqjax.calibrate.aqua import calibrate, released
-from kvqjax.codecs.base import bits_per_value
-from kvqjax.methods import Clock, aqua, exact, parse
+from kvqjax.codecs import bits_per_value
+from kvqjax.methods import Clock
 from kvqjax.model.config import ModelConfig
 from kvqjax.model.weight_trees import init_params
 

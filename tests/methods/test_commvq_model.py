@@ -8,18 +8,23 @@ import numpy as np
 import pytest
 from quick_commvq import METHOD, QUICK
 
-from kvqjax._errors import UserError
-from kvqjax.cache.artifacts import load_artifact
-from kvqjax.cache.runs import runs_of
-from kvqjax.cache.surgery import evict
+from kvqjax import (
+    Model,
+    UserError,
+    attend,
+    commvq,
+    evict,
+    forward,
+    init_cache,
+    kivi,
+    load_artifact,
+    parse,
+    prefill,
+)
+from kvqjax.cache import runs_of
 from kvqjax.calibrate.commvq import REPORTS, calibrate
-from kvqjax.methods import commvq, kivi, parse
 from kvqjax.model import decoder, weight_trees
 from kvqjax.model.config import ModelConfig
-from kvqjax.model.loading import Model
-from kvqjax.step.forward import attend, forward
-from kvqjax.step.new_cache import init_cache
-from kvqjax.step.prompt import prefill
 
 CONFIG = ModelConfig(
     vocab_size=40,

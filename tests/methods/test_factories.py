@@ -13,8 +13,7 @@ from cases import with_nightly
 
 import kvqjax as kvq
 from kvqjax.codecs import Uniform
-from kvqjax.methods import KeysAndValues
-from kvqjax.methods.spec import Keep
+from kvqjax.methods import Keep, KeysAndValues
 from kvqjax.model.config import ExpertConfig, ModelConfig
 from kvqjax.parallel.mesh_size import MeshSize
 from kvqjax.parallel.sharding import rules_for

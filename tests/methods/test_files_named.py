@@ -10,8 +10,8 @@ import jax
 import pytest
 
 import kvqjax as kvq
+from kvqjax import METHODS
 from kvqjax.cache import CacheLayout, allocate_cache
-from kvqjax.methods import METHODS
 from kvqjax.methods.registry import OWN
 from kvqjax.model.loading import config_of
 

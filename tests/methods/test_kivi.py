@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from cases import with_nightly
 
+from kvqjax import METHODS, exact, kivi, parse, policy
 from kvqjax.cache import CacheLayout, allocate_cache, at_layer, commit, runs_of
 from kvqjax.cache.attention import attend_body, attend_exact
 from kvqjax.cache.view import LayerView, NewTokens
-from kvqjax.methods import METHODS, exact, kivi, parse, policy
 from kvqjax.model.config import ModelConfig
 from kvqjax.ops.attention import merge
 

@@ -12,8 +12,8 @@ from cases import thinned, with_constants, with_nightly
 from tiny import tiny
 
 import kvqjax as kvq
+from kvqjax.cache import runs_of
 from kvqjax.cache.artifacts import Artifact
-from kvqjax.cache.runs import runs_of
 from kvqjax.codecs.klt import REACH, STEPS
 from kvqjax.parallel.rules import shares_heads
 

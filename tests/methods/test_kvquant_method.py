@@ -8,17 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kvqjax._errors import UserError
-from kvqjax.cache.runs import runs_of
-from kvqjax.methods import kvquant, parse
+from kvqjax import Model, UserError, forward, init_cache, kvquant, parse, prefill
+from kvqjax.cache import runs_of
 from kvqjax.model import decoder, weight_trees
 from kvqjax.model.config import ModelConfig, RopeConfig
-from kvqjax.model.loading import Model
 from kvqjax.model.rope import rotate
 from kvqjax.ops.attention import segment_attention
-from kvqjax.step.forward import forward
-from kvqjax.step.new_cache import init_cache
-from kvqjax.step.prompt import prefill
 
 ROPE = RopeConfig(
     kind="llama3", factor=4.0, original_max_position=32, low_freq_factor=1.0, high_freq_factor=4.0

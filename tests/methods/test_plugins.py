@@ -13,10 +13,11 @@ from commands import run
 from tiny import tiny
 
 import kvqjax as kvq
+from kvqjax import Method
 from kvqjax.cache import runs_of
 from kvqjax.cache.artifacts import Artifact
 from kvqjax.codecs import Codec, Fit, Uniform
-from kvqjax.methods import KeysAndValues, Method, direct, method_factory, registry
+from kvqjax.methods import KeysAndValues, direct, method_factory, registry
 from kvqjax.methods.registry import GROUP, Methods
 from kvqjax.pallas_kernels.adapters import packed_form
 

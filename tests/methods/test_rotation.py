@@ -15,12 +15,13 @@ from kernel_cases import check_outputs
 from tiny import tiny, tokens
 
 import kvqjax as kvq
+from kvqjax import Method
 from kvqjax.cache import runs_of
 from kvqjax.cache.readers import kernel as kernel_reader
 from kvqjax.calibrate import rotation as fitting
 from kvqjax.calibrate.activations import activations
 from kvqjax.codecs import Exact
-from kvqjax.methods import KeysAndValues, Method
+from kvqjax.methods import KeysAndValues
 from kvqjax.methods import rotation as rotations
 from kvqjax.methods.rotation import matrix_of, turned
 from kvqjax.pallas_kernels import dispatch

@@ -9,9 +9,9 @@ import pytest
 from cases import model_and_method
 
 import kvqjax as kvq
+from kvqjax import KVShape, Method
 from kvqjax.codecs import Codec, Uniform
-from kvqjax.methods import KeysAndValues, Method
-from kvqjax.model.config import KVShape
+from kvqjax.methods import KeysAndValues
 from kvqjax.testing import CHECKS, check_codec, check_method, check_rope
 
 

@@ -6,12 +6,9 @@ import dataclasses
 import jax
 import pytest
 
-from kvqjax.cache.accounting import ledger
-from kvqjax.cache.layout import CacheLayout
-from kvqjax.cache.runs import runs_of
-from kvqjax.cache.state import allocate_cache
+from kvqjax import ledger, parse
+from kvqjax.cache import CacheLayout, allocate_cache, runs_of
 from kvqjax.codecs import bits_per_value
-from kvqjax.methods import parse
 from kvqjax.methods.roofline import (
     flops_per_token,
     layer_cost,

@@ -9,12 +9,10 @@ import jax.numpy as jnp
 import pytest
 from cases import with_nightly
 
+from kvqjax import forward, init_cache, parse
 from kvqjax.cache import CacheLayout, runs_of
 from kvqjax.hardware.aot import abstract_model
-from kvqjax.methods import parse
 from kvqjax.model.config import ModelConfig
-from kvqjax.step.forward import forward
-from kvqjax.step.new_cache import init_cache
 
 MHA = ModelConfig(
     vocab_size=32, width=128, mlp_width=64, num_layers=2, num_heads=4, num_kv_heads=4, head_dim=32

@@ -10,20 +10,13 @@ import numpy as np
 import pytest
 from cases import thinned
 
-from kvqjax._errors import UserError
-from kvqjax.cache.artifacts import load_artifact
-from kvqjax.cache.layout import CacheLayout
-from kvqjax.cache.runs import runs_of
+from kvqjax import Model, UserError, forward, init_cache, load, load_artifact, parse, prefill
+from kvqjax.cache import CacheLayout, runs_of
 from kvqjax.calibrate.xquant import constants, prepared
 from kvqjax.cli import main
-from kvqjax.methods import parse
 from kvqjax.methods.roofline import bits_by_layer
 from kvqjax.model import decoder, weight_trees
 from kvqjax.model.config import ModelConfig, RopeConfig
-from kvqjax.model.loading import Model, load
-from kvqjax.step.forward import forward
-from kvqjax.step.new_cache import init_cache
-from kvqjax.step.prompt import prefill
 
 ROPE = RopeConfig(
     kind="llama3", factor=4.0, original_max_position=64, low_freq_factor=1.0, high_freq_factor=4.0

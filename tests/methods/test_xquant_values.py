@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from cases import thinned, with_nightly
 
-from kvqjax.methods import parse
+from kvqjax import parse
 from kvqjax.model.config import ModelConfig
 from kvqjax.ops.attention import Partial, blockwise_attention, merge, segment_attention
 

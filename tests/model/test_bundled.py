@@ -12,11 +12,11 @@ import pytest
 from cases import thinned, with_nightly
 
 import kvqjax as kvq
-from kvqjax._errors import UserError
+from kvqjax import UserError
 from kvqjax.eval.synthetic import key_value_recall, passkey_prompt, repeated_spans
+from kvqjax.model import locate
 from kvqjax.model.config import ModelConfig, RopeConfig
 from kvqjax.model.decoder import embed, finish, layer, logits, project
-from kvqjax.model.loading import locate
 from kvqjax.model.rope import rotate
 from kvqjax.model.weight_trees import init_params
 from kvqjax.ops.attention import segment_attention

@@ -18,7 +18,7 @@ from tiny import in_form, tiny, tokens
 import kvqjax as kvq
 from kvqjax.calibrate import needed
 from kvqjax.calibrate.xquant import prepared
-from kvqjax.eval.windows import perplexity
+from kvqjax.eval import perplexity
 from kvqjax.model import decoder, experts, weight_trees
 from kvqjax.model.config import ExpertConfig
 from kvqjax.model.weight_codes import code_weight

@@ -19,13 +19,11 @@ from families import EXPERTS, FAMILIES, FAR
 from tiny import tiny, tokens
 
 import kvqjax as kvq
-from kvqjax import calibrate
-from kvqjax._errors import UserError
+from kvqjax import UserError, calibrate, shard
 from kvqjax.calibrate import activations, layerwise, rotation
 from kvqjax.model import decoder
 from kvqjax.model.config import RopeConfig
 from kvqjax.model.rope import positions_of_layer, rotate
-from kvqjax.parallel.sharding import shard
 
 LENGTH, CAPACITY = 160, 256
 COUNTS = (160, 77)

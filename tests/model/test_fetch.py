@@ -11,8 +11,9 @@ import pytest
 from commands import run
 
 import kvqjax as kvq
+from kvqjax import fetch
 from kvqjax.model import fetch as subject
-from kvqjax.model.fetch import FETCHED, fetch
+from kvqjax.model.fetch import FETCHED
 
 CONTENT = b"GGUF" + bytes(range(256)) * 9000  # two pieces and a part
 REAL = FETCHED["smollm2"]

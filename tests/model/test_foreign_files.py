@@ -11,8 +11,8 @@ import pytest
 from checkpoints import edit, split
 
 import kvqjax as kvq
-from kvqjax.methods import parse
-from kvqjax.model.loading import locate
+from kvqjax import parse
+from kvqjax.model import locate
 
 CONFIG, TOKENIZER, SETTINGS = "config.json", "tokenizer.json", "tokenizer_config.json"
 INDEX, GENERATION = "model.safetensors.index.json", "generation_config.json"

@@ -8,7 +8,7 @@ import math
 import pytest
 from hf_folders import config_to_hf
 
-from kvqjax._errors import UserError
+from kvqjax import UserError
 from kvqjax.model.config import LatentHeads, ModelConfig, RecurrentConfig, RopeConfig
 from kvqjax.model.hf_config import parse_config, read_config
 

@@ -14,12 +14,11 @@ from cases import with_nightly
 from checkpoints import random_params
 from hf_folders import config_to_hf, save_params
 
-from kvqjax._errors import UserError
+from kvqjax import UserError, load
 from kvqjax.model.config import ModelConfig, RopeConfig
 from kvqjax.model.decoder import logits
 from kvqjax.model.hf_config import parse_config
 from kvqjax.model.hf_families import FAMILIES
-from kvqjax.model.loading import load
 
 LENGTH, ORIGINAL = 72, 32  # tokens of a text, and of those before scaling
 SIZES = {

@@ -18,15 +18,13 @@ from recurrent import drawn
 from tiny import tiny, tokens
 
 import kvqjax as kvq
-from kvqjax import calibrate
-from kvqjax.cache.state import Cache
+from kvqjax import KVShape, calibrate, load, shard
+from kvqjax.cache import Cache
 from kvqjax.hardware.planner import plan_memory
 from kvqjax.model import decoder
-from kvqjax.model.config import KVShape, LatentHeads, RopeConfig
-from kvqjax.model.loading import load
+from kvqjax.model.config import LatentHeads, RopeConfig
 from kvqjax.model.rope import inverse_frequencies
 from kvqjax.model.weight_trees import FORMS
-from kvqjax.parallel.sharding import shard
 
 HEADS, LATENT, TURNED, KEY, VALUE = 4, 32, 8, 10, 12
 LENGTH, CAPACITY, COUNTS = 160, 256, (160, 77)

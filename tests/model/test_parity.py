@@ -21,14 +21,13 @@ from safetensors.numpy import load_file, save_file  # noqa: E402
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors  # noqa: E402
 
 import kvqjax as kvq  # noqa: E402
-from kvqjax._errors import UserError  # noqa: E402
+from kvqjax import UserError, load  # noqa: E402
 from kvqjax.calibrate.xquant import prepared  # noqa: E402
 from kvqjax.model import weights  # noqa: E402
 from kvqjax.model.checkpoint import decode_slice, find_weight, open_checkpoint  # noqa: E402
 from kvqjax.model.config import RopeConfig  # noqa: E402
 from kvqjax.model.decoder import logits  # noqa: E402
 from kvqjax.model.hf_config import Scheme  # noqa: E402
-from kvqjax.model.loading import load  # noqa: E402
 
 # The language models that AutoModelForCausalLM of transformers 5.24 does not list, by their model
 # type.

@@ -12,11 +12,10 @@ from checkpoints import CONFIG, assert_same, edit, random_params
 from hf_folders import save_params
 from safetensors.numpy import load_file
 
-from kvqjax._errors import UserError
+from kvqjax import UserError, load
 from kvqjax.model.checkpoint import decode_slice, find_weight, open_checkpoint
 from kvqjax.model.config import ExpertConfig, ModelConfig
 from kvqjax.model.hf_config import read_config, read_scheme
-from kvqjax.model.loading import load
 
 AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # of outputs 0 .. 7 in a word
 BLOCK, GROUP = (10, 12), 8

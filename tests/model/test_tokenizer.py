@@ -22,8 +22,8 @@ from tokenizers import (
 )
 
 import kvqjax as kvq
+from kvqjax.model import locate
 from kvqjax.model import tokenizer as subject
-from kvqjax.model.loading import locate
 
 ROOT = Path(__file__).resolve().parents[1]
 SENTENCE = "the old man and the sea were old and the man's house is at the sea 1234 don't won't Zürich 北京 🙂 naïve"

@@ -13,12 +13,11 @@ from hf_folders import save_params
 from jax.sharding import NamedSharding, PartitionSpec
 from safetensors.numpy import load_file
 
-from kvqjax._errors import UserError
+from kvqjax import Model, UserError, load
 from kvqjax.model import checkpoint, weight_trees, weights
 from kvqjax.model import loading as model_module
 from kvqjax.model.checkpoint import fingerprint, open_checkpoint
 from kvqjax.model.config import ExpertConfig, ModelConfig
-from kvqjax.model.loading import Model, load
 
 
 @pytest.fixture

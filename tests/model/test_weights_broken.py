@@ -8,8 +8,7 @@ import pytest
 from checkpoints import CONFIG, Q_PROJ, assert_same, edit, random_params, split
 from hf_folders import save_params
 
-from kvqjax._errors import UserError
-from kvqjax.model.loading import load
+from kvqjax import UserError, load
 
 
 @pytest.fixture

@@ -21,12 +21,13 @@ from kvqjax._lock import held
 from kvqjax.cache.artifacts import Artifact
 from kvqjax.calibrate import resume, sequences
 from kvqjax.cli.common import require_room
-from kvqjax.data.corpora import read, read_text
+from kvqjax.data import read
+from kvqjax.data.corpora import read_text
 from kvqjax.eval.plots import check_picture
 from kvqjax.eval.windows import windows
+from kvqjax.model import locate
 from kvqjax.model.config import ExpertConfig, RopeConfig
 from kvqjax.model.hf_config import parse_config, read_config
-from kvqjax.model.loading import locate
 from kvqjax.model.weight_codes import code_weight, place_codes
 from kvqjax.parallel.mesh_size import MeshSize
 from kvqjax.serving.protocol import read_chat

@@ -17,7 +17,8 @@ from tiny import tiny
 
 import kvqjax as kvq
 from kvqjax.generation.options import GenerateOptions
-from kvqjax.model.loading import locate, read_sampling
+from kvqjax.model import locate
+from kvqjax.model.loading import read_sampling
 
 ROOT = Path(__file__).resolve().parents[2]
 

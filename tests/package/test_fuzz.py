@@ -11,9 +11,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 import kvqjax as kvq
-from kvqjax.cache.layout import CacheLayout
-from kvqjax.cache.state import allocate_cache
-from kvqjax.methods import METHODS
+from kvqjax import METHODS
+from kvqjax.cache import CacheLayout, allocate_cache
 from kvqjax.model.checkpoint import header_digest, open_checkpoint, sample_digest
 from kvqjax.model.config import ModelConfig
 from kvqjax.model.hf_config import parse_config

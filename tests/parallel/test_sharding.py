@@ -13,9 +13,9 @@ from meshes import CAPACITY, LENGTHS, NEW, TOKENS, pending
 from tiny import tiny
 
 import kvqjax as kvq
-from kvqjax.cache.accounting import ledger
+from kvqjax import ledger
+from kvqjax.cache import runs_of
 from kvqjax.cache.layout import Deal
-from kvqjax.cache.runs import runs_of
 from kvqjax.parallel.mesh_size import MeshSize
 from kvqjax.parallel.rules import shares_heads
 from kvqjax.parallel.sharding import rules_for

@@ -10,7 +10,7 @@ import pytest
 from tiny import tiny
 
 import kvqjax as kvq
-from kvqjax.cache.pages import PagePool
+from kvqjax import PagePool
 from kvqjax.generation import loop
 from kvqjax.serving import batch
 from kvqjax.serving.engine import EngineClosed, EngineFull, RequestFailed

@@ -12,7 +12,7 @@ from cases import model_and_method
 from tiny import tiny, tokens
 
 import kvqjax as kvq
-from kvqjax.model.config import KVShape
+from kvqjax import KVShape
 
 METHOD = kvq.parse("kivi:bits=2,window=32,sinks=2")
 ROWS, LENGTH, CALLS = 2, 48, 8

@@ -12,8 +12,8 @@ from cases import CASES, model_and_method, thinned, with_nightly
 from tiny import tiny, tokens
 
 import kvqjax as kvq
+from kvqjax import KVShape
 from kvqjax.model import decoder
-from kvqjax.model.config import KVShape
 from kvqjax.model.rope import rotate
 
 LENGTH, CHUNK = 160, 32

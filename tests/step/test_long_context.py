@@ -10,7 +10,7 @@ import pytest
 from tiny import tiny
 
 import kvqjax as kvq
-from kvqjax.cache.accounting import ledger
+from kvqjax import ledger
 from kvqjax.model import decoder
 
 TOKENS, CHUNK = 2**20, 2**13

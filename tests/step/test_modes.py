@@ -13,7 +13,8 @@ from cases import GENERAL, model_and_method, thinned, with_nightly
 from tiny import tiny
 
 import kvqjax as kvq
-from kvqjax.cache.runs import _runs_of, chains, runs_of
+from kvqjax.cache import runs_of
+from kvqjax.cache.runs import _runs_of, chains
 
 METHOD = kvq.parse("kivi:bits=2,window=32,sinks=2")
 PROMPTS = [[1, 2, 3] * 14, [4, 5]]  # the first one's oldest group is encoded
