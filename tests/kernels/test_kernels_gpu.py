@@ -285,7 +285,7 @@ def test_a_chips_check_finds_the_coefficients_kernel_right(simulated, monkeypatc
 
     candidate = trial_module.candidates(layout)[0]
     verdict = check(
-        candidate, "sm90", "heads", kernel=by_kernel, timed=lambda *_: Speed(1, 2), sizes=(700,)
+        candidate, "sm90", "heads", kernel=by_kernel, timed=lambda *_: Speed(1.0, 2.0), sizes=(700,)
     )
     assert verdict.outcome == "faster", verdict
     assert verdict.error < 0.005
