@@ -24,7 +24,8 @@ from kvqjax.pallas_kernels.chips import family
 from kvqjax.pallas_kernels.forms import CUDNN, SPLASH, KernelForm
 from kvqjax.pallas_kernels.splash import HEAD_DIMS, splash_attention
 
-QUERIES, KEYS = 512, 2048
+QUERIES = 512  # for splash attention; cuDNN is given as many queries as keys
+KEYS = 2048
 SLIDING = 300  # tokens that a query sees where a window is tried
 MOST_CUDNN = 128  # channels of a head that cuDNN takes on every GPU from compute capability 8.0 on
 
@@ -47,11 +48,12 @@ class PromptKernel(NamedTuple):
 def prompt_kernel(layout: CacheLayout, shape: KVShape) -> PromptKernel | None:
     """Return the kernel that prompts on a cache would use, if one device holds `shape` of it. None
     if no such kernel runs."""
-    kind, dim = family(layout.target), shape.head_dim
+    kind = family(layout.target)
+    dim = shape.head_dim
     if kind == "tpu" and dim in HEAD_DIMS:
         return PromptKernel(SPLASH, shape.num_heads, shape.num_kv_heads, dim)
-    fits = kind == "gpu" and layout.target != "sm75" and dim % 8 == 0 and dim <= MOST_CUDNN
-    if fits and layout.dtype == "bfloat16":
+    fits_cudnn = dim % 8 == 0 and dim <= MOST_CUDNN and layout.dtype == "bfloat16"
+    if kind == "gpu" and layout.target != "sm75" and fits_cudnn:
         return PromptKernel(CUDNN, shape.num_heads, shape.num_kv_heads, dim)
     return None
 
@@ -69,22 +71,26 @@ def _body(form: PromptKernel, random: np.random.Generator) -> _Body:
     """Make a body: signed numbers, offset by channel, some channels ten times as large, a few
     outliers. Some queries see nothing, and a last block is partly seen."""
     size = (1, KEYS, form.num_kv_heads, form.head_dim)
+    magnitudes = np.where(np.arange(form.head_dim) % 17, 1, 10)
 
     def vectors():
-        x = random.normal(size=size) * np.where(
-            np.arange(form.head_dim) % 17, 1, 10
-        ) + random.normal(size=size[2:])
-        return jnp.asarray(x + 20 * (random.random(size) < 1e-3), jnp.bfloat16)
+        signed = random.normal(size=size) * magnitudes
+        offsets = random.normal(size=size[2:])
+        outliers = 20 * (random.random(size) < 1e-3)
+        return jnp.asarray(signed + offsets + outliers, jnp.bfloat16)
 
     newest = np.sort(random.integers(-1, KEYS - 100, QUERIES))
     newest[:3] = -1
-    return _Body(vectors(), vectors(), jnp.asarray(newest, jnp.int32))
+    k = vectors()
+    v = vectors()
+    return _Body(k, v, jnp.asarray(newest, jnp.int32))
 
 
 @functools.partial(jax.jit, static_argnames="interpret")
 def _by_splash(body: _Body, q, interpret: bool = False) -> Partial:
     """Attend by splash attention with queries [1, T, H, D]."""
-    k, v = (jnp.swapaxes(x[0], 0, 1) for x in (body.k, body.v))
+    k = jnp.swapaxes(body.k[0], 0, 1)  # [K, S, D]
+    v = jnp.swapaxes(body.v[0], 0, 1)
     return splash_attention(q, k, v, body.newest, interpret=interpret)
 
 
@@ -92,27 +98,32 @@ def _by_splash(body: _Body, q, interpret: bool = False) -> Partial:
 def _plain(body: _Body, q, dtype: str) -> Partial:
     """Attend by plain products in `dtype`."""
     seen = jnp.arange(KEYS)[None, None] <= body.newest[None, :, None]
+    # Without "highest", a TPU rounds float32 factors to bfloat16.
     with jax.default_matmul_precision("highest" if dtype == "float32" else "default"):
-        q, k, v = (x.astype(dtype) for x in (q, body.k, body.v))
+        q = q.astype(dtype)
+        k = body.k.astype(dtype)
+        v = body.v.astype(dtype)
         return segment_attention(q, k, v, seen)
 
 
 @jax.jit
 def _by_cudnn(body: _Body, q) -> Partial:
     """Attend by cuDNN from every token to all before it, and to the newest SLIDING of them.
-    Log-sum-exps are not
-    compared: both sides give zeros."""
-    # JAX gives 16 bits of cuDNN's log-sum-exp.
+    Log-sum-exps are not compared: both sides give zeros."""
     outputs = [attend_by_cudnn(q, body.k, body.v, sliding) for sliding in (None, SLIDING)]
+    # JAX gives 16 bits of cuDNN's log-sum-exp, too few to compare.
     return Partial(jnp.concatenate(outputs), jnp.zeros((2, *q.shape[1:3])))
 
 
 @functools.partial(jax.jit, static_argnames="dtype")
 def _plain_causal(body: _Body, q, dtype: str) -> Partial:
-    """Do the same by plain products in `dtype`."""
-    places, valid = jnp.arange(KEYS)[None], jnp.ones((1, KEYS), bool)
+    """Attend to the same tokens as `_by_cudnn`, by plain products in `dtype`."""
+    places = jnp.arange(KEYS)[None]
+    valid = jnp.ones((1, KEYS), bool)
     with jax.default_matmul_precision("highest" if dtype == "float32" else "default"):
-        q, k, v = (x.astype(dtype) for x in (q, body.k, body.v))
+        q = q.astype(dtype)
+        k = body.k.astype(dtype)
+        v = body.v.astype(dtype)
         masks = [visible(places, places, valid, sliding) for sliding in (None, SLIDING)]
         outputs = [segment_attention(q, k, v, mask).out for mask in masks]
     return Partial(jnp.concatenate(outputs), jnp.zeros((2, *q.shape[1:3])))
@@ -120,8 +131,9 @@ def _plain_causal(body: _Body, q, dtype: str) -> Partial:
 
 def _speed(kernel: Attention, plain: Attention, q) -> Speed:
     """Measure the median milliseconds of a call of both sides."""
-    spent = alternating_seconds([lambda: kernel(q), lambda: plain(q)], 5)
-    return Speed(*(1e3 * statistics.median(times) for times in spent))
+    calls = [functools.partial(kernel, q), functools.partial(plain, q)]
+    kernel_seconds, plain_seconds = alternating_seconds(calls, 5)
+    return Speed(1e3 * statistics.median(kernel_seconds), 1e3 * statistics.median(plain_seconds))
 
 
 class _Sides(NamedTuple):
@@ -148,14 +160,16 @@ def check_prompt_kernel(
         form: The kernel and the heads.
         kernel: What is tried instead of the kernel itself.
         timed: Measures both sides."""
-    start, random, sides = time.perf_counter(), np.random.default_rng(0), SIDES[form.form]
+    start = time.perf_counter()
+    random = np.random.default_rng(0)
+    sides = SIDES[form.form]
     body = _body(form, random)
     shape = (1, sides.queries, form.num_heads, form.head_dim)
     # Small: no token takes all the weight.
     q = jnp.asarray(random.normal(scale=0.02, size=shape), jnp.bfloat16)
-    ours = functools.partial(kernel or sides.kernel, body)
-    precise, rounded = (
-        functools.partial(sides.plain, body, dtype=dtype) for dtype in ("float32", "bfloat16")
-    )
-    verdict = examine(ours, precise, [q], lambda: timed(ours, rounded, q))
+    attend = functools.partial(kernel or sides.kernel, body)
+    # Results are compared with products in float32, the speed with products in bfloat16.
+    precise = functools.partial(sides.plain, body, dtype="float32")
+    rounded = functools.partial(sides.plain, body, dtype="bfloat16")
+    verdict = examine(attend, precise, [q], functools.partial(timed, attend, rounded, q))
     return dataclasses.replace(verdict, seconds=time.perf_counter() - start)

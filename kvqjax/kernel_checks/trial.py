@@ -44,7 +44,8 @@ QUERY = 0.25  # standard deviation of queries at first
 # reached 1.14 % on an H100.
 SPREAD = 0.5
 HALVINGS = 10  # of queries, until that holds
-ROUNDS, CALLS = 5, 8  # of a timing, and how often a round attends
+ROUNDS = 5  # of a timing
+CALLS = 8  # how often a round attends
 LENGTHS = (1, 3)  # new tokens of a call
 # Rows of a timing. Bodies of 8192 tokens and 8 KV heads of 128 channels, at 2.25 bits a number,
 # then have 151 MB together. Like the bodies of all layers of a model, that is more than any chip's
@@ -65,14 +66,17 @@ class Candidate(NamedTuple):
         """Name what a verdict is kept under: all that a compiled kernel depends on, but for the
         body's size."""
         shape = self.shape
-        heads = f"{shape.num_kv_heads} KV heads of {shape.head_dim}, {shape.num_heads // shape.num_kv_heads} queries each"  # noqa: E501
+        group = shape.num_heads // shape.num_kv_heads
+        heads = f"{shape.num_kv_heads} KV heads of {shape.head_dim}, {group} queries each"
+        name = f"{self.form}, {heads}"
         packed = single_layer(self, 1, "cpu", BY_TABLE).packed
         if isinstance(packed.spec, KltSpec):
-            return f"{self.form}, {heads}, levels {packed.spec.levels_text}"
-        slots = [getattr(packed.spec, name, 0) for name in ("key_slots", "value_slots")]
-        return f"{self.form}, {heads}" + (
-            f", {slots[0]} and {slots[1]} outliers" if any(slots) else ""
-        )
+            return f"{name}, levels {packed.spec.levels_text}"
+        key_slots = getattr(packed.spec, "key_slots", 0)
+        value_slots = getattr(packed.spec, "value_slots", 0)
+        if key_slots or value_slots:
+            return f"{name}, {key_slots} and {value_slots} outliers"
+        return name
 
 
 class _Single(NamedTuple):
@@ -103,11 +107,15 @@ def candidates(layout: CacheLayout) -> list[Candidate | None]:
     """Return what to try for every run of a layout; None where no kernel reads its body on the
     layout's target. Bodies are taken in planes."""
     planes = dataclasses.replace(layout, form="planes", kernels=BY_TABLE)
-    specs, out = layout.method.layers(layout.shape), []
+    specs = layout.method.layers(layout.shape)
+    out: list[Candidate | None] = []
     for run in runs_of(planes):
-        packed, group = run.wiring.fast.packed, run.shape.num_heads // run.shape.num_kv_heads
+        packed = run.wiring.fast.packed
+        group = run.shape.num_heads // run.shape.num_kv_heads
+        # A ring and a body that evicts tokens are read block by block, never by a kernel.
         readable = packed is not None and not run.wraps and layout.method.keep is None
         if readable and at_once(packed.spec, group):
+            # Without a window, the trial's body is no ring.
             shape = dataclasses.replace(run.shape, sliding_window=None, chunked=False)
             out.append(Candidate(form_of(packed.spec), specs[run.first], shape))
         else:
@@ -127,26 +135,26 @@ class Trial(NamedTuple):
         return runs_of(self.cache.layout)[0]
 
 
-# Constants that cannot be any numbers; all others are normal, of variance one over the second last
-# axis.
-MADE_UP: dict[str, Callable] = {
-    "upper": lambda random, shape: random.uniform(4, 12, shape),
-    "lower": lambda random, shape: random.uniform(-12, -4, shape),
-    "signposts": lambda random, shape: np.sort(random.uniform(-1, 1, shape)),
-    "scale": lambda random, shape: random.uniform(0.5, 2, shape),
-    "mean": lambda random, shape: random.normal(size=shape),
-    "keys": lambda random, shape: np.linalg.qr(random.normal(size=shape))[0],  # rotations
-    "values": lambda random, shape: np.linalg.qr(random.normal(size=shape))[0],
-}
-
-
 def made_up(name: str, shape: tuple[int, ...], random: np.random.Generator) -> np.ndarray:
     """Return a random constant of this name and shape that a codec can work with, quickly made."""
-
-    def plain(random, shape):
-        return random.normal(size=shape) * shape[-2] ** -0.5
-
-    return MADE_UP.get(name, plain)(random, shape)
+    match name:
+        case "upper":
+            return random.uniform(4, 12, shape)
+        case "lower":
+            return random.uniform(-12, -4, shape)
+        case "signposts":
+            # Codes are indices of signposts in ascending order.
+            return np.sort(random.uniform(-1, 1, shape))
+        case "scale":
+            return random.uniform(0.5, 2, shape)
+        case "mean":
+            return random.normal(size=shape)
+        case "keys" | "values":
+            # Rotations.
+            return np.linalg.qr(random.normal(size=shape))[0]
+    # Any other constant may be any numbers: normal ones that keep the size of what a matrix
+    # multiplies, with variance one over the second last axis.
+    return random.normal(size=shape) * shape[-2] ** -0.5
 
 
 def _constants(run: RunLayout, dtype: str, random: np.random.Generator) -> dict:
@@ -155,19 +163,19 @@ def _constants(run: RunLayout, dtype: str, random: np.random.Generator) -> dict:
     def array(name: str, about):
         return jnp.asarray(made_up(name, about.shape, random), about.dtype)
 
-    groups = run.wiring.constants(1, dtype).items()
-    return {
-        group: {name: array(name, about) for name, about in names.items()}
-        for group, names in groups
-    }
+    constants = {}
+    for group, names in run.wiring.constants(1, dtype).items():
+        constants[group] = {name: array(name, about) for name, about in names.items()}
+    return constants
 
 
 def _weights(shape: KVShape, dtype: str, random: np.random.Generator) -> dict:
     """Make up what reading a body asks of a layer's weights: dtypes of the projections, and
     biases."""
-    weights = {name: jnp.zeros((), dtype) for name in ("k", "v")}
-    for name in ("k_bias", "v_bias") if shape.qkv_bias else ():
-        weights[name] = jnp.asarray(0.3 * random.normal(size=shape.kv_width), dtype)
+    weights = {"k": jnp.zeros((), dtype), "v": jnp.zeros((), dtype)}
+    if shape.qkv_bias:
+        for name in ("k_bias", "v_bias"):
+            weights[name] = jnp.asarray(0.3 * random.normal(size=shape.kv_width), dtype)
     return weights
 
 
@@ -198,18 +206,19 @@ def make(
     """Fill a cache of one layer with up to `tokens` tokens a row, in rows that are full, ragged,
     nearly empty and empty. With `pages` their bodies lie in pages of a pool, in no order."""
     random = np.random.default_rng(seed)
-    layout = dataclasses.replace(
-        single_layer(candidate, SINKS + tokens, target, kernels, stored).layout, dtype=dtype
-    )
+    length = SINKS + tokens
+    layout = single_layer(candidate, length, target, kernels, stored).layout
+    layout = dataclasses.replace(layout, dtype=dtype)
     if pages:
         page = page_for(layout)
         layout = dataclasses.replace(layout, pool=Pool(ROWS * -(-tokens // page), page))
     run = runs_of(layout)[0]
     clock = run.wiring.storage.clocks[0]
-    length = SINKS + tokens
-    counts = jnp.asarray(
-        [length, length * 5 // 8 + 13, SINKS + clock.window + clock.unit + 1, SINKS], jnp.int32
-    )
+    # 13 more tokens than five eighths, so that a row ends within a unit and within a tile.
+    ragged = length * 5 // 8 + 13
+    # The fewest tokens of which a unit is encoded, and one more.
+    nearly_empty = SINKS + clock.window + clock.unit + 1
+    counts = jnp.asarray([length, ragged, nearly_empty, SINKS], jnp.int32)
     constants = _constants(run, layout.dtype, random)
     pending = (_sources(run, ROWS, length, layout.dtype, random),)
     cache = allocate_cache(layout, ROWS)
@@ -225,10 +234,8 @@ def full(trial: Trial, tokens: int, rows: int) -> Trial:
     layout = dataclasses.replace(trial.cache.layout, capacity=SINKS + tokens)
     cache = allocate_cache(layout, rows)
     run = runs_of(layout)[0]
-    flushed = tuple(
-        jnp.full((cache.batch,), tokens // clock.unit, jnp.int32)
-        for clock in run.wiring.storage.clocks
-    )
+    units = [tokens // clock.unit for clock in run.wiring.storage.clocks]
+    flushed = tuple(jnp.full((cache.batch,), count, jnp.int32) for count in units)
     lengths = jnp.full((cache.batch,), SINKS + tokens, jnp.int32)
     filled = jax.tree.map(_repeated, cache.runs[0].body, trial.cache.runs[0].body)
     runs = (cache.runs[0].replace(flushed=flushed, body=filled),)
@@ -251,26 +258,26 @@ def _attend(trial: Trial, q: jax.Array) -> Partial:
     """Attend with new tokens' queries [B, T, H, D] in the way that the cache's layout names: to the
     body alone. An exact body on a TPU is the exception: its kernel takes the tokens beside it as
     well, so all are attended to."""
-    run, cache, (batch, length) = trial.run, trial.cache, q.shape[:2]
+    run = trial.run
+    cache = trial.cache
+    batch, length = q.shape[:2]
     positions = cache.lengths[:, None] + jnp.arange(length)[None]
     tokens = NewTokens(positions, jnp.full((batch,), length, jnp.int32), cache.lengths - SINKS)
 
-    def draw(width):
-        return jax.random.normal(jax.random.key(width), (batch, length, width), jnp.bfloat16)
-
-    new = {name: draw(width).astype(q.dtype) for name, width in run.wiring.storage.sources.items()}
+    # In bfloat16 first, so that the precise path gets the same numbers.
+    new = {}
+    for name, width in run.wiring.storage.sources.items():
+        x = jax.random.normal(jax.random.key(width), (batch, length, width), jnp.bfloat16)
+        new[name] = x.astype(q.dtype)
     constants = at_layer(trial.constants, 0)
     view = LayerView(
         run, cache.runs[0], jnp.int32(0), trial.weights, constants, new, SINKS, pages=cache.pages
     )
     packed = run.wiring.fast.packed
-    if (
-        packed is None
-        or not isinstance(packed.spec, ExactSpec)
-        or family(cache.layout.target) != "tpu"
-    ):
-        return attend_body(q, view, tokens, {})[0]
-    return attend_tokens(q, view, tokens, False, {}, {})[0]
+    is_exact = packed is not None and isinstance(packed.spec, ExactSpec)
+    if is_exact and family(cache.layout.target) == "tpu":
+        return attend_tokens(q, view, tokens, False, {}, {})[0]
+    return attend_body(q, view, tokens, {})[0]
 
 
 _attend_compiled = jax.jit(_attend)
@@ -299,19 +306,24 @@ def queries(trial: Trial, lengths: tuple[int, ...] = LENGTHS) -> list[jax.Array]
     """Make queries [B, T, H, D] for every T of `lengths` that the kernel takes. They are so short
     that no token takes all the weight: with larger scores the plain path's own rounding would be a
     matter of percents."""
-    run, random = trial.run, np.random.default_rng(1)
-    shape, plain = run.shape, by_plain_path(trial)
-    most, out = np.log(run.slots) + SPREAD, []
+    run = trial.run
+    shape = run.shape
+    packed = run.wiring.fast.packed
+    group = shape.num_heads // shape.num_kv_heads
+    random = np.random.default_rng(1)
+    plain = by_plain_path(trial)
+    # The log-sum-exp of a full row's equal scores, and what SPREAD allows beyond it.
+    most = np.log(run.slots) + SPREAD
+    out = []
     for length in lengths:
-        packed = run.wiring.fast.packed
-        if packed is None or not at_once(
-            packed.spec, shape.num_heads // shape.num_kv_heads, length
-        ):
+        if packed is None or not at_once(packed.spec, group, length):
             continue
         size = (trial.cache.batch, length, shape.num_heads, shape.head_dim)
         q = jnp.asarray(random.normal(scale=QUERY, size=size), jnp.bfloat16)
         for _ in range(HALVINGS):
-            q = q if float(plain(q).lse.max()) <= most else q * jnp.bfloat16(0.5)
+            if float(plain(q).lse.max()) <= most:
+                break
+            q = q * jnp.bfloat16(0.5)
         out.append(q)
     return out
 
@@ -338,6 +350,10 @@ def speed(kernel: Trial, plain: Trial, tokens: int) -> Speed:
     """Measure the median milliseconds of a call with one new token on TIMED_ROWS bodies of `tokens`
     tokens, both sides in turn."""
     sides = [decoding(full(trial, tokens, TIMED_ROWS), CALLS) for trial in (kernel, plain)]
-    return Speed(
-        *(1e3 * statistics.median(spent) / CALLS for spent in alternating_seconds(sides, ROUNDS))
-    )
+
+    def milliseconds(spent: list[float]) -> float:
+        """Give the time of a call; a round has CALLS of them."""
+        return 1e3 * statistics.median(spent) / CALLS
+
+    kernel_seconds, plain_seconds = alternating_seconds(sides, ROUNDS)
+    return Speed(milliseconds(kernel_seconds), milliseconds(plain_seconds))
