@@ -88,13 +88,17 @@ def _as(value: Any, kind: Any) -> Any:
     return value
 
 
+def _kinds(annotation: Any) -> tuple:
+    """List the types that an annotation allows."""
+    if isinstance(annotation, types.UnionType):
+        return typing.get_args(annotation)
+    return (annotation,)
+
+
 def _of_any(value: Any, annotation: Any) -> Any:
     """Give a value as one of an annotation's types, the first that it fits."""
-    kinds = (
-        typing.get_args(annotation) if isinstance(annotation, types.UnionType) else (annotation,)
-    )
     raised: Exception = TypeError()
-    for kind in kinds:
+    for kind in _kinds(annotation):
         try:
             return _as(value, kind)
         except (TypeError, ValueError, jax.errors.JAXTypeError):
@@ -120,14 +124,9 @@ def typed(name: str, value: Any, annotation: Any) -> Any:
     try:
         return _of_any(value, annotation)
     except (TypeError, OverflowError) as error:
-        kinds = (
-            typing.get_args(annotation)
-            if isinstance(annotation, types.UnionType)
-            else (annotation,)
-        )
-        words = " or ".join(
-            WORDS.get(kind) or getattr(kind, "__name__", str(kind)) for kind in kinds
-        )
+        kinds = _kinds(annotation)
+        names = [WORDS.get(kind) or getattr(kind, "__name__", str(kind)) for kind in kinds]
+        words = " or ".join(names)
         size = f" of at most {MOST}" if isinstance(error, OverflowError) and int in kinds else ""
         size = size or " that is finite" * isinstance(error, OverflowError)
         raise UserError(f"{name}={_written(value)}; wanted {words}{size}", parameter=name) from None

@@ -2,8 +2,7 @@
 
 A Hadamard matrix of order q * 2^k with odd q > 1 is a Kronecker product H_base (x) H_(2^j). The
 base is one of Paley's matrices, which exist for a prime p: of order p + 1 for p = 3 mod 4, of order
-2(p + 1) for p = 1 mod
-4. So the orders 96, 80, 112 and 768 need no zero padding.
+2(p + 1) for p = 1 mod 4. So the orders 96, 80, 112 and 768 need no zero padding.
 
 For most models M is one matrix between heads times one within each head. Then queries can take the
 part between heads (`Fast.mixed` of kvqjax.methods.layer_cache). This does not hold for Paley's

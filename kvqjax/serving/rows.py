@@ -352,6 +352,7 @@ class Rows:
                 self.end(handle, "length", piece)
 
     def step(self) -> None:
+        """Let every row make a stride of tokens, and tell the requests what they got."""
         if self._context_shift:
             self._shift_rows()
             if not self.running:
