@@ -120,25 +120,20 @@ def _resolved(wiring: Wiring, dtype: str) -> Wiring:
     """Give fields of dtype "compute", and what a kernel is told of them, the cache's compute
     dtype."""
 
-    def fix(codec):
-        fields = codec.fields.items()
-        return codec._replace(
-            fields={
-                name: dataclasses.replace(field, dtype=dtype) if field.dtype == "compute" else field
-                for name, field in fields
-            }
-        )
-
-    wiring = wiring.having(
-        storage={"codecs": {name: fix(codec) for name, codec in wiring.storage.codecs.items()}}
-    )
+    codecs = {}
+    for source, codec in wiring.storage.codecs.items():
+        fields = {}
+        for name, field in codec.fields.items():
+            of_compute = field.dtype == "compute"
+            fields[name] = dataclasses.replace(field, dtype=dtype) if of_compute else field
+        codecs[source] = codec._replace(fields=fields)
+    wiring = wiring.having(storage={"codecs": codecs})
     packed = wiring.fast.packed
     # The other kernels' specs have no compute dtype.
     if packed is None or not isinstance(packed.spec, ExactSpec):
         return wiring
-    return wiring.having(
-        fast={"packed": packed._replace(spec=dataclasses.replace(packed.spec, dtype=dtype))}
-    )
+    spec = dataclasses.replace(packed.spec, dtype=dtype)
+    return wiring.having(fast={"packed": packed._replace(spec=spec)})
 
 
 def _in_form(wiring: Wiring, layout: CacheLayout, shape: KVShape) -> Wiring:
@@ -161,13 +156,10 @@ def _in_form(wiring: Wiring, layout: CacheLayout, shape: KVShape) -> Wiring:
     if layout.form != "heads" or wiring.fast.direct is None:
         return wiring.having(fast={"direct": None})
 
-    def by_head(codec):
-        fields = codec.fields.items()
-        return codec._replace(
-            fields={name: field.by_head(shape.num_kv_heads) for name, field in fields}
-        )
-
-    codecs = {name: by_head(codec) for name, codec in wiring.storage.codecs.items()}
+    codecs = {}
+    for source, codec in wiring.storage.codecs.items():
+        fields = {name: field.by_head(shape.num_kv_heads) for name, field in codec.fields.items()}
+        codecs[source] = codec._replace(fields=fields)
     # What reads packed words expects planes.
     return wiring.having(storage={"codecs": codecs}, fast={"packed": None})
 
@@ -307,22 +299,28 @@ def _plan_run(layout: CacheLayout, first: int, count: int, spec, shape: KVShape)
 
     Returns:
         The plan, of a body that is neither in pages nor dealt over devices."""
-    wiring, keep = fitted(spec, layout, first, shape), layout.method.keep
+    wiring = fitted(spec, layout, first, shape)
+    keep = layout.method.keep
     clocks = wiring.storage.clocks
     fields = [field for codec in wiring.storage.codecs.values() for field in codec.fields.values()]
     block = max(block_tokens(fields), *(clock.unit for clock in clocks))
     room = layout.capacity - layout.method.sinks  # tokens of a row in body and window together
     lanes = _lanes(layout, shape, all(field.kind == "plain" for field in fields))
-    if lanes == CPU_LANES and (layout.method.keep is not None or wiring.chain.carry):
+    if lanes == CPU_LANES and (keep is not None or wiring.chain.carry):
         lanes //= 2  # the CPU's caches also hold attention masses, or the carry
     # A clock leaves up to `window + unit - 1` tokens in the window. With several clocks a token
     # stays until the slowest clock has encoded it.
-    ring = max(1, min(max(clock.window + clock.unit for clock in clocks), room))
+    longest_stay = max(clock.window + clock.unit for clock in clocks)
+    ring = max(1, min(longest_stay, room))
     # The most tokens that a body without eviction encodes: whole units, the window left out. It is
     # 0 where the window alone can hold the capacity.
     most = max(0, *((room - clock.window) // clock.unit * clock.unit for clock in clocks))
-    budget = 0 if keep is None else min(keep.budget // clocks[0].unit * clocks[0].unit, most)
-    body_tokens = most if keep is None else budget
+    budget = 0
+    body_tokens = most
+    if keep is not None:
+        unit = clocks[0].unit  # of all sources: `_by_groups` left one clock
+        budget = min(keep.budget // unit * unit, most)
+        body_tokens = budget
     linear_blocks = -(-body_tokens // block)  # of a body that does not wrap
     blocks = linear_blocks
     if keep is None and shape.window is not None:
@@ -398,7 +396,8 @@ def _plan_runs(layout: CacheLayout) -> list[RunLayout]:
     shapes = [layout.shape.layer(index) for index in numbers]
     # A number of its own makes every layer a run by itself.
     stack_of = numbers if layout.layers == "unroll" else [0] * len(numbers)
-    runs, first = [], 0
+    runs = []
+    first = 0
     layers = zip(layout.method.layers(layout.shape), shapes, stack_of, strict=True)
     for (spec, shape, _), group in itertools.groupby(layers):
         count = len(list(group))
@@ -438,7 +437,8 @@ def page_for(layout: CacheLayout) -> int:
 
     Pages are as short as the blocks of all runs and a TPU's kernels allow. A block is read as a
     whole, so that no page ends within one."""
-    runs, least = runs_of(layout), LEAST_PAGE
+    runs = runs_of(layout)
+    least = LEAST_PAGE
     block = math.lcm(PLANE, *(run.block for run in runs))  # all runs have pages of one length
     if family(layout.target) == "tpu" and any(run.wiring.fast.packed for run in runs):
         # A kernel's tile lies in one page. By estimate a grid step has an overhead of a third of a
@@ -531,18 +531,20 @@ PROMISED_TOTALS = 16  # how many totals of all rows can be promised
 
 def readers_text(layout: CacheLayout) -> list[str]:
     """Print what reads each run's body, in layer order: "stored, blocks from 65 new tokens"."""
-    lines, evicted = [], layout.method.keep is not None
+    evicted = layout.method.keep is not None
+    lines = []
     for run in runs_of(layout):
-        names = [
-            reader_of(Ask(run, length, evicted, layout.dtype))
-            for length in range(1, MANY_QUERIES + 1)
-        ]
-        changes = [
-            f"{name} from {length} new tokens"
-            for length, (before, name) in enumerate(itertools.pairwise(names), 2)
-            if name != before
-        ]
-        lines.append(", ".join([names[0], *changes]) if run.slots else "no body")
+        if not run.slots:
+            lines.append("no body")
+            continue
+        before = reader_of(Ask(run, 1, evicted, layout.dtype))
+        words = [before]
+        for length in range(2, MANY_QUERIES + 1):
+            reader = reader_of(Ask(run, length, evicted, layout.dtype))
+            if reader != before:
+                words.append(f"{reader} from {length} new tokens")
+                before = reader
+        lines.append(", ".join(words))
     return lines
 
 
@@ -558,14 +560,17 @@ def bound_for(layout: CacheLayout, lengths: Sequence[int]) -> LengthBound | None
     runs = [run for run in runs_of(layout) if run.static_loops]
     if not runs:
         return None
-    row, batch = layout.capacity, len(lengths)
+    row = layout.capacity
+    batch = len(lengths)
     while row > LEAST and -(-row // 2) >= max(lengths):
         row = -(-row // 2)
     part = -(-batch * row // PROMISED_TOTALS)
     total = -(-sum(lengths) // part) * part
-    if total >= batch * row or not any(map(_by_spans, runs)):
+    if total >= batch * row or not any(_by_spans(run) for run in runs):
         total = None
-    return LengthBound(row, total) if row < layout.capacity or total is not None else None
+    if row == layout.capacity and total is None:
+        return None
+    return LengthBound(row, total)
 
 
 def _by_spans(run: RunLayout) -> bool:
@@ -603,10 +608,8 @@ def most_tokens(layout: CacheLayout, batch: int) -> int:
     """Count the tokens that `batch` rows can hold together."""
     if layout.pool is None or not table_width(layout):
         return batch * layout.capacity
-    return min(
-        batch * layout.capacity,
-        layout.pool.pages * layout.pool.tokens + batch * exact_beside_pages(layout),
-    )
+    in_pages = layout.pool.pages * layout.pool.tokens
+    return min(batch * layout.capacity, in_pages + batch * exact_beside_pages(layout))
 
 
 def pages_needed(layout: CacheLayout, tokens: int) -> int:

@@ -92,7 +92,11 @@ class Rows:
     @property
     def running(self) -> int:
         """Count the rows that make tokens."""
-        return sum(handle is not None for handle in self.handles)
+        return len(self._occupied())
+
+    def _occupied(self) -> list[tuple[int, Handle]]:
+        """List the rows that have a request, with it."""
+        return [(row, handle) for row, handle in enumerate(self.handles) if handle is not None]
 
     @property
     def free(self) -> int | None:
@@ -106,7 +110,7 @@ class Rows:
 
     def requests(self) -> list[Handle]:
         """List the requests that run, are parked, or whose prompt is being fed."""
-        running = [handle for handle in self.handles if handle is not None]
+        running = [handle for _, handle in self._occupied()]
         parked = [handle for handle, _ in self.parked]
         feeding = [] if self.feeding is None else [self.feeding.handle]
         return [*running, *parked, *feeding]
@@ -129,8 +133,8 @@ class Rows:
             if handle.aborted:
                 self.end(handle, "aborted")
         self.parked = [entry for entry in self.parked if not entry[0].aborted]
-        for row, handle in enumerate(self.handles):
-            if handle is not None and handle.aborted:
+        for row, handle in self._occupied():
+            if handle.aborted:
                 self.end(handle, "aborted")
                 self._empty(row)
 
@@ -234,33 +238,26 @@ class Rows:
 
     def _make_way(self, handle: Handle) -> bool:
         """Take the pages of the request that came last. False where none came after this one."""
-        last = max(
-            (occupant.rank for occupant in self.handles if occupant is not None),
-            default=handle.rank,
-        )
+        # The greatest rank came last. No two requests have the same.
+        ranks = {occupant.rank: row for row, occupant in self._occupied()}
+        last = max(ranks, default=handle.rank)
         feeding = self.feeding
         if feeding is not None and feeding.pages and feeding.handle.rank > max(last, handle.rank):
-            self._count(
-                preempted=1,
-                prompt_tokens=-feeding.start,
-                reused_tokens=-feeding.handle.reused_tokens,
-            )
-            feeding.handle.prompt_scores.clear()
-            feeding.handle.reused_tokens = 0  # the prefix may be gone when the prompt is read anew
-            restart = Feeding(feeding.handle, feeding.row)
-            self._stop_feeding()
-            self.feeding = restart
+            self._feed_anew(feeding)
             return True
         if last <= handle.rank:
             return False
-        self._park(
-            next(
-                row
-                for row, occupant in enumerate(self.handles)
-                if occupant is not None and occupant.rank == last
-            )
-        )
+        self._park(ranks[last])
         return True
+
+    def _feed_anew(self, feeding: Feeding) -> None:
+        """Take the pages of the prompt that is being fed, which begins again later."""
+        handle = feeding.handle
+        self._count(preempted=1, prompt_tokens=-feeding.start, reused_tokens=-handle.reused_tokens)
+        handle.prompt_scores.clear()
+        handle.reused_tokens = 0  # the prefix may be gone when the prompt is read anew
+        self._stop_feeding()
+        self.feeding = Feeding(handle, feeding.row)
 
     def _park(self, row: int) -> None:
         """Move a running request to the host's memory."""
@@ -281,12 +278,10 @@ class Rows:
                 return  # the prompt that is being fed has that row
             if self._pool is not None and not self._spare(count, handle):
                 return
-            reserved = self.feeding.row if self.feeding is not None else None
-            row = next(
-                row
-                for row, occupant in enumerate(self.handles)
-                if occupant is None and row != reserved
-            )
+            empty = [row for row, occupant in enumerate(self.handles) if occupant is None]
+            if self.feeding is not None:
+                empty.remove(self.feeding.row)
+            row = empty[0]
             self._pages[row] = [] if self._pool is None else self._pool.take(count)
             self._batch.come_back(row, parked, self._pages[row])
             self.handles[row] = handle
@@ -301,7 +296,8 @@ class Rows:
         """Take the pages of an empty row back."""
         if self._pool is not None:
             self._pool.drop(self._pages[row])
-        self.handles[row], self._pages[row] = None, []
+        self.handles[row] = None
+        self._pages[row] = []
 
     def _stop_feeding(self) -> None:
         """Empty the row into which prompts are fed."""
@@ -314,16 +310,13 @@ class Rows:
     def _page_rows(self) -> None:
         """Give the rows pages for the next stride, the requests that came first before the
         others."""
-        running = sorted(
-            (handle.rank, row) for row, handle in enumerate(self.handles) if handle is not None
-        )
-        for _, row in running if self._pool is not None else ():
-            handle = self.handles[row]
-            if handle is None:  # it made way for an earlier row of this loop
+        if self._pool is None:
+            return
+        for row, handle in sorted(self._occupied(), key=lambda entry: entry[1].rank):
+            if self.handles[row] is None:  # it made way for an earlier row of this loop
                 continue
-            if self._grow(
-                self._pages[row], self._batch.row_length(row) + self._batch.stride, handle
-            ):
+            tokens = self._batch.row_length(row) + self._batch.stride
+            if self._grow(self._pages[row], tokens, handle):
                 self._batch.give_pages(row, self._pages[row])
             else:
                 self._park(row)
@@ -331,14 +324,14 @@ class Rows:
     def _shift_rows(self) -> None:
         """Let the oldest text leave the rows that have no room for the next stride. A row that has
         nothing to leave ends."""
-        for row, handle in enumerate(self.handles):
-            if handle is None:
-                continue
-            length, request = self._batch.row_length(row), handle.request
+        for row, handle in self._occupied():
+            request = handle.request
+            length = self._batch.row_length(row)
             least = min(self._batch.stride, request.max_new_tokens - len(handle.detokenizer.ids))
             if length + least <= self._layout.capacity:
                 continue
             behind = length - request.keep_first
+            # About half of what may leave; three quarters where that is not enough.
             stops = [request.keep_first + behind * part // 4 for part in (2, 3)]
             count, pages = self._batch.drop(row, request.keep_first, stops, least)
             if self._pool is not None:
@@ -359,9 +352,7 @@ class Rows:
                 return
         self._page_rows()
         running = np.asarray([handle is not None for handle in self.handles])
-        scored = any(
-            handle is not None and handle.request.likeliest is not None for handle in self.handles
-        )
+        scored = any(handle.request.likeliest is not None for _, handle in self._occupied())
         bound = [None if handle is None else handle.request.bound for handle in self.handles]
         for row, output in enumerate(self._batch.step(running, scored, bound)):
             if running[row]:
