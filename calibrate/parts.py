@@ -166,8 +166,8 @@ def calibrated(
     state: Path | None,
     advance: Callable[[int, int], None],
 ) -> Artifact:
-    """Let `fit_part(part, state, advance)` calibrate every part of a method, and return one artifact.
-    Each part keeps its progress in a file of its own beside `state`
+    """Let `fit_part(part, state, advance)` calibrate every part of a method, and return one
+    artifact. Each part keeps its progress in a file of its own beside `state`
     (`kvqjax.calibrate.resume.forget` deletes them)."""
     parts = divided(method, shape)
     if len(parts) == 1 and parts[0].method is method:

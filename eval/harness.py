@@ -51,8 +51,8 @@ def score_rows(
     chunk: int,
 ) -> tuple[Float[Array, "B N"], Bool[Array, "B N"]]:
     """Compute the log-probability (nats) of the token after each position of each row, and whether
-    it is the likeliest. N is T rounded up to whole chunks; entries from position `counts[b] - 1` on mean
-    nothing."""
+    it is the likeliest. N is T rounded up to whole chunks; entries from position `counts[b] - 1` on
+    mean nothing."""
 
     def score(logits, targets, valid):
         return -negative_log_likelihood(logits[0], targets), logits[0].argmax(-1) == targets

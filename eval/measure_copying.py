@@ -138,8 +138,8 @@ def questions(model: Model, kind: str, length: int, samples: int, seed: int) -> 
 
 
 class Predicted(NamedTuple):
-    """Predictions of the tokens of an answer: the likeliest tokens with the cache and with the exact
-    one, and the divergence of each prediction in nats."""
+    """Predictions of the tokens of an answer: the likeliest tokens with the cache and with the
+    exact one, and the divergence of each prediction in nats."""
 
     best: Int[np.ndarray, " A"]
     best_exact: Int[np.ndarray, " A"]

@@ -1,11 +1,12 @@
 """The arguments of a kernel on bodies of coefficients: transform coding by KV head
 (kvqjax.codecs.klt, with `heads=own`), values as what the keys of their layer do not say.
 
-    k_hat = s_k z_k B + mean_k        before RoPE, z the points of codes, s the scale of a token and head
+    k_hat = s_k z_k B + mean_k        before RoPE
     v_hat = s_k z_k F + s_v z_v C + mean_v
 
-Attention sums values linearly. So a kernel sums s_k z_k and s_v z_v under the softmax weights, and
-`finished` turns the sums to values, once a query."""
+z are the points of codes, s the scale of a token and head. Attention sums values linearly. So a
+kernel sums s_k z_k and s_v z_v under the softmax weights, and `finished` turns the sums to values,
+once a query."""
 
 import dataclasses
 from typing import Any, NamedTuple

@@ -151,8 +151,8 @@ def _squared(a: Rows, b: Rows) -> Float[Array, ""]:
 def _divergences(
     params, h: Float[Array, "L T E"], reference: Float[Array, "T E"], config: ModelConfig
 ) -> Float[Array, " L"]:
-    """Compute the mean KL divergence of the predictions from outputs of the last layer, one output at
-    a time."""
+    """Compute the mean KL divergence of the predictions from outputs of the last layer, one output
+    at a time."""
 
     def logits(row):
         row = decoder.up_to(params, config.num_layers, row[None], config)

@@ -67,8 +67,8 @@ def _from_hub(source: Source) -> Iterator[dict[str, Any]]:
 
 
 def records(source: Source, folder: Path | None) -> Iterator[dict[str, Any]]:
-    """Read the records of the local file if `folder` is given, else of the hub. Raises UserError with what
-    to download and where to put it."""
+    """Read the records of the local file if `folder` is given, else of the hub. Raises UserError
+    with what to download and where to put it."""
     if folder is None:
         yield from _from_hub(source)
         return
@@ -110,8 +110,8 @@ GSM8K = Source(
 
 
 def _texts(source: Source, folder: Path | None, *fields: str) -> Iterator[list[str]]:
-    """Yield the texts of every record. Raises UserError where a field is missing: a local file may be another
-    of the same name."""
+    """Yield the texts of every record. Raises UserError where a field is missing: a local file may
+    be another of the same name."""
     for number, row in enumerate(records(source, folder), 1):
         values = [row.get(field) for field in fields] if isinstance(row, dict) else []
         texts = [text for text in values if isinstance(text, str)]

@@ -37,9 +37,9 @@ _BORDER = "\n\n"  # between documents where one text is wanted
 
 
 class Data(NamedTuple):
-    """Documents of text, and the facts that a report has of them: name, files, field, number of documents
-    and characters, and the SHA-256 of `text`. `ids` are their tokens where these came first: a model
-    wrote them."""
+    """Documents of text, and the facts that a report has of them: name, files, field, number of
+    documents and characters, and the SHA-256 of `text`. `ids` are their tokens where these came
+    first: a model wrote them."""
 
     documents: tuple[str, ...]
     about: dict[str, Any]

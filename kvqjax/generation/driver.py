@@ -34,9 +34,9 @@ from kvqjax.model.loading import Model
 
 
 class Piece(NamedTuple):
-    """New output of a generation since its last piece: new text and new token ids of every row. Text
-    that a later token may still change, or with which a stop string may begin, comes with a later
-    piece."""
+    """New output of a generation since its last piece: new text and new token ids of every row.
+    Text that a later token may still change, or with which a stop string may begin, comes with a
+    later piece."""
 
     text: list[str]
     tokens: list[list[int]]

@@ -110,8 +110,8 @@ def require_trained(model: Model, lengths: Sequence[int], new: int, beyond_train
 
 
 def room_of(model: Model, capacity: int | None, beyond_trained: bool) -> int | None:
-    """Return the most tokens that a prompt may have; None: any number. `capacity` and `beyond_trained` are
-    those of `generate`."""
+    """Return the most tokens that a prompt may have; None: any number. `capacity` and
+    `beyond_trained` are those of `generate`."""
     check_model(model)
     trained = None if beyond_trained else model.config.trained_length
     limits = [capacity, trained, longest_text(model.config)]

@@ -378,7 +378,8 @@ class Session:
         return max(0, length + min(new, self._settings.stride) - self._most)
 
     def _places(self, parts: Sequence[Part], history: Sequence[Message]) -> Places:
-        """Find where a conversation may be taken apart before its answer. Its last part may stay."""
+        """Find where a conversation may be taken apart before its answer. Its last part may
+        stay."""
         places = places_of(self.model, parts, self._template(history), self._plain)
         start = len(ids_of(parts[:-1]))
         newest = places.turns[-1] if places.turns else places.head

@@ -47,9 +47,9 @@ def stop_strings(stop: str | Sequence[Any]) -> tuple[str, ...]:
 
 
 def _flag(tokenizer) -> bool:
-    """Say whether transformers' tokenizer declares that spaces before punctuation are taken out of decoded
-    text. Looked up where transformers keeps it: other tokenizers may load transformers for an
-    attribute that they lack."""
+    """Say whether transformers' tokenizer declares that spaces before punctuation are taken out of
+    decoded text. Looked up where transformers keeps it: other tokenizers may load transformers for
+    an attribute that they lack."""
     return vars(tokenizer).get("clean_up_tokenization_spaces", False) is True
 
 

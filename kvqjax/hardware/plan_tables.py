@@ -200,7 +200,8 @@ def _compiled(rows: list[Row]) -> Section | None:
 
 
 def sections(case: Case, rows: list[Row], note: str) -> list[Section]:
-    """Set all parts of the printed plan; `note` says what was taken for granted about the device."""
+    """Set all parts of the printed plan; `note` says what was taken for granted about the
+    device."""
     title = Section(_title(case), [])
     parts = [_memory(case, rows, note), _speed(case, rows), _compiled(rows), _cache(case, rows)]
     return [title, *(part for part in parts if part is not None)]

@@ -263,10 +263,10 @@ def step_bounds(
     device: Device,
     mesh: MeshSize = ALONE,
 ) -> tuple[float, float]:
-    """Compute lower bounds on one decode step at a full context: (seconds to read a device's weights,
-    constants and cache once, seconds to compute its part at the dense 16-bit peak). An embedding
-    table that is not the head is looked up, not read; communication between devices is not counted.
-    Only the experts of one token count: rows that choose others read more.
+    """Compute lower bounds on one decode step at a full context: (seconds to read a device's
+    weights, constants and cache once, seconds to compute its part at the dense 16-bit peak). An
+    embedding table that is not the head is looked up, not read; communication between devices is
+    not counted. Only the experts of one token count: rows that choose others read more.
 
     Operations, two per multiply-accumulate: every weight once per row, scores and weighted sum over
     what a layer sees of the context (of a chunk at least the token itself), and what the method

@@ -257,8 +257,8 @@ def _without_wrappers(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def _language_part(checkpoint: Checkpoint, folder: Path, text_only: bool) -> Checkpoint:
-    """Return the tensors of the language model. With `text_only` those of a vision part are left out;
-    without it they raise UserError."""
+    """Return the tensors of the language model. With `text_only` those of a vision part are left
+    out; without it they raise UserError."""
     vision = sorted(name for name in checkpoint if name.startswith(_VISION))
     if vision and len(vision) == len(checkpoint):
         raise UserError(

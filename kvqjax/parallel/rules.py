@@ -314,8 +314,8 @@ class Rules:
 
 @functools.lru_cache(maxsize=64)
 def _share(shape: KVShape, parts: int, recurrent: RecurrentConfig | None) -> KVShape:
-    """Return the shape of one of `parts` devices that share out the heads, with the recurrent layers
-    of one device. Kept, because planning asks for the same one for every length."""
+    """Return the shape of one of `parts` devices that share out the heads, with the recurrent
+    layers of one device. Kept, because planning asks for the same one for every length."""
     return dataclasses.replace(
         shape,
         num_heads=shape.num_heads // parts,

@@ -176,8 +176,8 @@ def rules_on(
 
 
 def _axes(mesh: Mesh, names: AxisNames) -> tuple[str, ...]:
-    """Return the axes that one name, several or none stand for. Raises UserError for an axis that the
-    mesh lacks."""
+    """Return the axes that one name, several or none stand for. Raises UserError for an axis that
+    the mesh lacks."""
     if names is None:
         axes = ()
     elif isinstance(names, str):

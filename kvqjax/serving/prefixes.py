@@ -205,8 +205,8 @@ class Prefixes:
             self._pool.drop(prefix.pages)
 
     def _ends(self, prompt: Sequence[int]) -> Iterator[tuple[int, bytes]]:
-        """Yield every end of a chunk before the prompt's last token, and a trace of all tokens up to
-        it. No prefix holds the last token, which is always read for its logits."""
+        """Yield every end of a chunk before the prompt's last token, and a trace of all tokens up
+        to it. No prefix holds the last token, which is always read for its logits."""
         trace = b""
         for end in range(self._chunk, len(prompt), self._chunk):
             tokens = np.asarray(prompt[end - self._chunk : end], np.int32)

@@ -102,7 +102,7 @@ class Factors(NamedTuple):
 class Memory(NamedTuple):
     """Shared memory, and the barriers on which a program waits until copies have arrived."""
 
-    held: Tile
+    buffers: Tile
     keys_here: Any  # of a tile
     values_here: Any  # of a tile
     shared_here: Any  # what all tiles need
@@ -129,7 +129,7 @@ class Plan:
 def memory(plan: Plan) -> Memory:
     """Declare shared memory and barriers."""
     spec, rows = plan.spec, plan.rows
-    held = Tile(
+    buffers = Tile(
         gpu_coefficients.memory(spec.key_levels),
         gpu_coefficients.memory(spec.value_levels),
         tiled((1, HEAD_DIM, NUMBERS), jnp.bfloat16),
@@ -141,7 +141,7 @@ def memory(plan: Plan) -> Memory:
         gpu_coefficients.copy_count(spec.value_levels),
         1,
     )
-    return Memory(held, *(plgpu.Barrier(num_arrivals=n) for n in copies))
+    return Memory(buffers, *(plgpu.Barrier(num_arrivals=n) for n in copies))
 
 
 def shared_bytes(plan: Plan) -> int:
@@ -166,24 +166,24 @@ def kernel(limits, data: Operands, smem: Memory, results, plan: Plan):
     begin, end = gpu_parts.share(ends, row, split, plan.splits)
     indices = (ends[2, row], row, head)
 
-    def fetch_keys(tile):
-        levels, into = plan.spec.key_levels, _first(smem.held.key_codes)
-        copies = gpu_coefficients.copies(data.key_codes, into, levels, indices, tile)
-        for source, target in copies:
-            plgpu.copy_gmem_to_smem(source, target, smem.keys_here)
+    def fetch(codes, buffer, levels, barrier, tile):
+        """Start the copies of a tile's words."""
+        for source, target in gpu_coefficients.copies(codes, _first(buffer), levels, indices, tile):
+            plgpu.copy_gmem_to_smem(source, target, barrier)
 
-    def fetch_values(tile):
-        levels, into = plan.spec.value_levels, _first(smem.held.value_codes)
-        copies = gpu_coefficients.copies(data.value_codes, into, levels, indices, tile)
-        for source, target in copies:
-            plgpu.copy_gmem_to_smem(source, target, smem.values_here)
+    key_words = data.key_codes, smem.buffers.key_codes, plan.spec.key_levels, smem.keys_here
+    value_words = (
+        data.value_codes, smem.buffers.value_codes, plan.spec.value_levels, smem.values_here,
+    )  # fmt: skip
+    fetch_keys = functools.partial(fetch, *key_words)
+    fetch_values = functools.partial(fetch, *value_words)
 
     @pl.when(begin < end)
     def _():
         fetch_keys(begin)
         fetch_values(begin)
 
-    plgpu.copy_gmem_to_smem(data.back.at[head], smem.held.back.at[0], smem.shared_here)
+    plgpu.copy_gmem_to_smem(data.back.at[head], smem.buffers.back.at[0], smem.shared_here)
     queries = load(data.queries.at[row, head], plgpu.Layout.WGMMA, optimized=False)
     cos, sin = (
         load(data.offsets.at[pl.ds(first, STEP)], plgpu.Layout.WGMMA, optimized=False)
@@ -237,18 +237,18 @@ def _fold(
     Returns:
         The online softmax with the pair's tokens."""
     (fetch_keys, fetch_values), (pair, end) = fetch, place
-    held = gpu_parts.hidden(smem.held, pair)
+    buffers = gpu_parts.hidden(smem.buffers, pair)
     tile, part = lax.div(pair, PAIRS_OF_TILE), lax.rem(pair, PAIRS_OF_TILE)
     has_next_tile = (part == PAIRS_OF_TILE - 1) & (tile + 1 < end)
 
     pl.when(part == 0)(lambda: plgpu.barrier_wait(smem.keys_here))
-    gpu_coefficients.put(held.key_codes, plan.spec.key_levels, pair, held.z)
+    gpu_coefficients.put(buffers.key_codes, plan.spec.key_levels, pair, buffers.z)
     for step, turn in enumerate(factors.turns):
-        gpu_rope.rotate_back(shared.queries, turn, held.right.at[step])
+        gpu_rope.rotate_back(shared.queries, turn, buffers.right.at[step])
     # Products read what all threads wrote, and the next copy overwrites what all must have read.
     plgpu.commit_smem()
     pl.when(has_next_tile)(lambda: fetch_keys(tile + 1))
-    scores = [_scores(held, shared, step, factors.key_scales[step]) for step in range(PAIR)]
+    scores = [_scores(buffers, shared, step, factors.key_scales[step]) for step in range(PAIR)]
     first = pair * (PAIR * STEP)
     scores = gpu_parts.base2_scores(scores, HEAD_DIM, first, limits)
     plgpu.commit_smem()  # weights overwrite the queries, which all products must have read
@@ -259,59 +259,61 @@ def _fold(
 
     def write_weights(peak):
         weights.extend(jnp.exp2(score - along(peak, score)) for score in scores)  # [64, R]
-        _put_weights(held, weights, factors.key_scales)
+        _put_weights(buffers, weights, factors.key_scales)
         return sum(weights[1:], weights[0]), ()
 
     def weigh():
         plgpu.commit_smem()  # products read the weights that all threads wrote
-        sums = _sums(held)
+        sums = _sums(buffers)
         plgpu.commit_smem()  # coefficients and weights are overwritten, which all must have read
-        _put_weights(held, weights, factors.value_scales)
-        gpu_coefficients.put(held.value_codes, plan.spec.value_levels, pair, held.z)
+        _put_weights(buffers, weights, factors.value_scales)
+        gpu_coefficients.put(buffers.value_codes, plan.spec.value_levels, pair, buffers.z)
         plgpu.commit_smem()  # as after the keys' coefficients
         pl.when(has_next_tile)(lambda: fetch_values(tile + 1))
-        sums = sums + _sums(held)
+        sums = sums + _sums(buffers)
         plgpu.commit_smem()  # coefficients, weights and queries are overwritten next
         return sums
 
     return gpu_parts.fold(state, scores, write_weights, weigh)
 
 
-def _scores(held: Tile, shared: Shared, step: int, scale):
+def _scores(buffers: Tile, shared: Shared, step: int, scale):
     """Compute q . k of a step, before the factor D^-1/2, [64, R].
 
     Args:
         scale: Of the step's tokens, [64]."""
-    keys = product((held.z.at[step], held.back))  # [64, D]
+    keys = product((buffers.z.at[step], buffers.back))  # [64, D]
     mean = lax.broadcast_in_dim(load(shared.mean, COLUMNS, optimized=False), keys.shape, [1])
     keys = keys * lax.broadcast_in_dim(scale, keys.shape, [0]) + mean
     first, second = (keys[:, x : x + PAIRS].astype(jnp.bfloat16) for x in (0, PAIRS))
     cos, sin = shared.cos, shared.sin
-    queries = held.right.at[step]
+    queries = buffers.right.at[step]
     return product(
         (first * cos - second * sin, queries.at[:, pl.ds(0, PAIRS)]),
         (second * cos + first * sin, queries.at[:, pl.ds(PAIRS, PAIRS)]),
     )
 
 
-def _put_weights(held: Tile, weights: list, scales: list) -> None:
+def _put_weights(buffers: Tile, weights: list, scales: list) -> None:
     """Write softmax weights times the tokens' scales, [64, R] and [64] for each step."""
     for step, (weight, scale) in enumerate(zip(weights, scales, strict=True)):
         scaled = weight * lax.broadcast_in_dim(scale, weight.shape, [0])
-        put_transposed(_weights(held, step), scaled.astype(jnp.bfloat16))
+        put_transposed(_weights(buffers, step), scaled.astype(jnp.bfloat16))
 
 
-def _weights(held: Tile, step: int):
+def _weights(buffers: Tile, step: int):
     """Refer to the weights of a step, [R, 64]."""
-    return held.right.at[step, :, pl.ds(0, STEP)]
+    return buffers.right.at[step, :, pl.ds(0, STEP)]
 
 
-def _sums(held: Tile) -> tuple:
+def _sums(buffers: Tile) -> tuple:
     """Sum the coefficients of a pair under its weights: [64, R] for every 64 coefficients."""
     sums = []
     for first in range(0, NUMBERS, CHANNELS):
-        z = held.z.at[:, :, pl.ds(first, CHANNELS)]
-        sums.append([(z.at[step].transpose((1, 0)), _weights(held, step)) for step in range(PAIR)])
+        z = buffers.z.at[:, :, pl.ds(first, CHANNELS)]
+        sums.append(
+            [(z.at[step].transpose((1, 0)), _weights(buffers, step)) for step in range(PAIR)]
+        )
     return products(*sums)
 
 

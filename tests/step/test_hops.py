@@ -68,9 +68,9 @@ def test_a_prompt_passes_through_few_files():
 def test_a_new_cache_passes_through_few_files():
     model = tiny()
     kvq.init_cache(model, "kivi:bits=2,window=32", 2, 512)  # the choice of kernels is kept
-    found = calls_in(lambda: kvq.init_cache(model, "kivi:bits=2,window=32", 2, 1024))
-    assert {"kvqjax.step.new_cache", "kvqjax.cache.runs", "kvqjax.cache.state"} <= set(found)
-    assert len(found) <= 27, "\n".join(sorted(found))
+    calls = calls_in(lambda: kvq.init_cache(model, "kivi:bits=2,window=32", 2, 1024))
+    assert {"kvqjax.step.new_cache", "kvqjax.cache.runs", "kvqjax.cache.state"} <= set(calls)
+    assert len(calls) <= 27, "\n".join(sorted(calls))
 
 
 def test_a_plan_passes_through_few_files_and_makes_few_calls():
@@ -78,7 +78,8 @@ def test_a_plan_passes_through_few_files_and_makes_few_calls():
     computed once."""
     # A vocabulary that no other test plans, so that nothing of it was kept.
     config = dataclasses.replace(config_of("llama-3.1-8b"), vocab_size=128_002)
-    kvq.plan(config, "kivi:bits=2", context=65_536, device="v5e")  # what holds for every plan
-    calls = calls_in(lambda: kvq.plan(config, "kivi:bits=2", context=131_072, device="h100"))
-    assert len(calls) <= 33, "\n".join(sorted(calls))
-    assert sum(calls.values()) <= 6_300, calls.most_common(5)
+    first = calls_in(lambda: kvq.plan(config, "kivi:bits=2", context=131_072, device="h100"))
+    assert sum(first.values()) <= 6_300, first.most_common(5)
+    # What depends on no length was kept: a second plan passes the files that compute the figures.
+    second = calls_in(lambda: kvq.plan(config, "kivi:bits=2", context=65_536, device="h100"))
+    assert len(second) <= 33, "\n".join(sorted(second))
