@@ -32,6 +32,8 @@ CASES |= {f"kivi-{bits}-64": ("kivi", bits, 64, False) for bits in (2, 4)}
 CASES |= {f"kivi-{bits}-64-short": ("kivi", bits, 64, True) for bits in (2, 4)}
 # Coefficients by KV head at these bits a channel, heads of 128 channels.
 KLT = {f"klt-{bits}": bits for bits in (2.0, 2.25, 2.375, 2.5, 3.0)}
+# Exact keys and values: channels of a head, and query rows of a KV head.
+EXACT = {f"exact-{dim}-r{rows}": (dim, rows) for dim in (64, 128, 256) for rows in (8, 32)}
 SLOTS, LAYERS, BATCH, KV_HEADS, QUERY_ROWS = 16384, 4, 2, 8, 8
 
 
@@ -63,20 +65,36 @@ def _klt_spec(name: str):
     return klt_spec_of(KLT[name], KV_HEADS, "sm90")
 
 
+def _exact_spec(name: str):
+    from packed_bodies import exact_spec_of
+
+    head_dim, _ = EXACT[name]
+    return exact_spec_of(KV_HEADS, "sm90", head_dim)
+
+
+def _rows(name: str) -> int:
+    """Query rows of a KV head."""
+    return EXACT[name][1] if name in EXACT else QUERY_ROWS
+
+
 def _call(name: str):
     """The function of one case, and the shapes of its arguments."""
     import jax
     import jax.numpy as jnp
-    from packed_bodies import klt_shapes, shapes
+    from packed_bodies import exact_shapes, klt_shapes, shapes
 
+    from kvqjax.pallas_kernels.gpu import exact as gpu_exact
     from kvqjax.pallas_kernels.gpu import klt as gpu_klt
     from kvqjax.pallas_kernels.gpu import packed as gpu
 
     shaped = jax.ShapeDtypeStruct
-    spec, made, module = (
-        (_klt_spec(name), klt_shapes, gpu_klt) if name in KLT else (_spec(name), shapes, gpu)
-    )
-    q = shaped((BATCH, 1, KV_HEADS * QUERY_ROWS, spec.head_dim), jnp.bfloat16)
+    if name in KLT:
+        spec, made, module = _klt_spec(name), klt_shapes, gpu_klt
+    elif name in EXACT:
+        spec, made, module = _exact_spec(name), exact_shapes, gpu_exact
+    else:
+        spec, made, module = _spec(name), shapes, gpu
+    q = shaped((BATCH, 1, KV_HEADS * _rows(name), spec.head_dim), jnp.bfloat16)
     bounds = shaped((BATCH, 1), jnp.int32)
     last = (shaped((), jnp.int32), bounds, bounds)
     return lambda *args: module.packed_attention(*args, spec), (
@@ -91,12 +109,15 @@ def _shared_bytes(name: str) -> int:
     import jax
     import numpy as np
 
+    from kvqjax.pallas_kernels.gpu import exact as gpu_exact
     from kvqjax.pallas_kernels.gpu import kernel as gpu_kernel
     from kvqjax.pallas_kernels.gpu import klt as gpu_klt
     from kvqjax.pallas_kernels.gpu import packed as gpu
 
     if name in KLT:
         return gpu_klt.shared_bytes(gpu_klt.Plan(_klt_spec(name), QUERY_ROWS, 1))
+    if name in EXACT:
+        return gpu_exact.shared_bytes(gpu_exact.Plan(_exact_spec(name), _rows(name), 1))
     memory = gpu_kernel.memory(gpu.Plan(_spec(name), QUERY_ROWS, 1))
     buffers = (x for x in jax.tree.leaves(memory) if hasattr(x, "dtype"))
     return sum(int(np.prod(x.shape)) * np.dtype(x.dtype).itemsize for x in buffers)
@@ -137,7 +158,7 @@ def measure(name: str, folder: Path) -> dict:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--cases", default=",".join([*CASES, *KLT]))
+    parser.add_argument("--cases", default=",".join([*CASES, *KLT, *EXACT]))
     parser.add_argument("--write", action="store_true")
     options = parser.parse_args()
     record = json.loads(RECORD.read_text()) if RECORD.exists() else {}

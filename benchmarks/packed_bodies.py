@@ -10,6 +10,7 @@ from kvqjax.codecs.klt import SCALE_BITS
 from kvqjax.methods import parse
 from kvqjax.model.config import KVShape, RopeConfig
 from kvqjax.ops.packing.base import slot_rows, split_bits
+from kvqjax.pallas_kernels.exact import ExactBody, ExactSpec
 from kvqjax.pallas_kernels.klt import KltBody, KltCoded, KltSpec, Levels, count
 from kvqjax.pallas_kernels.packed import PackedBody, PackedSpec, Rope, Signposts
 
@@ -112,3 +113,14 @@ def klt_shapes(spec: KltSpec, layers: int, batch: int, slots: int) -> KltBody:
         mean,
         shaped((slots // STRETCH,), jnp.int32),
     )
+
+
+def exact_spec_of(kv_heads: int, target: str, head_dim: int = HEAD_DIM) -> ExactSpec:
+    """Exact keys after RoPE and values, in bfloat16."""
+    return ExactSpec(kv_heads=kv_heads, head_dim=head_dim, dtype="bfloat16", target=target)
+
+
+def exact_shapes(spec: ExactSpec, layers: int, batch: int, slots: int) -> ExactBody:
+    """The arrays of such a body as `jax.ShapeDtypeStruct`."""
+    vectors = jax.ShapeDtypeStruct((layers, batch, slots, spec.width), jnp.uint16)
+    return ExactBody(vectors, vectors)

@@ -22,7 +22,7 @@ from kvqjax.pallas_kernels.packed import PackedSpec
 Spec = PackedSpec | HiggsSpec | KltSpec | ExactSpec
 
 EXACT = 16  # bits of keys and values that are not coded
-EXACT_HEAD_DIMS = 64, 128  # of exact bodies
+EXACT_HEAD_DIMS = 64, 128, 256  # of exact bodies
 MOST_SLOTS = 12  # outliers of a token's keys, or of its values
 KLT_HEAD_DIM = 128
 HIGGS_SHAPES = (8, 128, 1024), (8, 64, 512)  # KV heads, head_dim, channels that share a scale

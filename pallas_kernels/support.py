@@ -85,6 +85,7 @@ def _without_v5(v6e: Work, v7x: Work) -> Row:
 # The most query rows on v5e and v5p, v6e, v7x.
 FEW, TWO, MANY = (4, 4, 4), (2, 2, 2), (16, 16, 16)
 HOPPER = {"sm90": Entry(COMPILED, 8)}
+EXACT_ON_HOPPER = {"sm90": Entry(COMPILED, 32)}
 # Right, and 1.5 to 7 times as fast as XLA's path (docs/speed.md).
 ON_HOPPER = {"sm90": Entry(verified("NVIDIA H100 80GB HBM3"), 8)}
 
@@ -135,8 +136,9 @@ TABLE: dict[KernelForm, Row] = {
     KernelForm("kvquant", 3, 3, 64): _tpu(HALVES_IN_TURN, HALVES_IN_TURN, HALVES_IN_TURN, FEW),
     KernelForm("kvquant", 4, 4, 64): _tpu(EIGHTHS_IN_TURN, HALVES, HALVES, FEW),
     KernelForm("klt"): HOPPER,
-    KernelForm("exact"): _fixed(64),
-    KernelForm("exact", head_dim=64): _fixed(16),
+    KernelForm("exact"): _fixed(64) | EXACT_ON_HOPPER,
+    KernelForm("exact", head_dim=64): _fixed(16) | EXACT_ON_HOPPER,
+    KernelForm("exact", head_dim=256): EXACT_ON_HOPPER,
     KernelForm("higgs", 2, 2): _fixed(8),
     KernelForm("higgs", 3, 3): _fixed(4),
     KernelForm("higgs", 4, 4): _fixed(4),

@@ -20,6 +20,7 @@ from kvqjax.methods import parse
 from kvqjax.pallas_kernels.forms import CUDNN
 
 METHODS = (
+    "exact",
     "klt:bits=2,heads=own",
     "kivi:bits=2",
     "kivi:bits=4",
@@ -116,6 +117,6 @@ def kernel_steps(log, options) -> None:
     cases = [
         Case(text, *place, form)
         for place in (TINY if options.tiny else STEP_SHAPES)[:2]
-        for text in STEP_METHODS[1:]
+        for text in STEP_METHODS
     ]
     measure_steps(log, options, [{case.name(): case for case in cases}])

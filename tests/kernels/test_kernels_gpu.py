@@ -5,14 +5,22 @@ Bound: as for the TPU kernel (`kernel_cases.near`).
 
 import dataclasses
 
-import gpu_exact
+import exact_bodies
 import jax
 import jax.numpy as jnp
 import klt_bodies
 import numpy as np
 import pytest
 from gpu_simulator import install
-from kernel_cases import LLAMA31_8B, Case, agree, make_body, near, oracle
+from kernel_cases import (
+    LLAMA31_8B,
+    Case,
+    agree,
+    check_second_row_sees_nothing,
+    make_body,
+    near,
+    oracle,
+)
 from kernel_forms import case_of, inputs, name, rope, within
 
 from kvqjax import parse
@@ -22,10 +30,12 @@ from kvqjax.kernel_checks import trial as trial_module
 from kvqjax.kernel_checks.check import check
 from kvqjax.kernel_checks.compare import Speed
 from kvqjax.pallas_kernels import dispatch, reference, support
+from kvqjax.pallas_kernels.exact import ExactBody
 from kvqjax.pallas_kernels.forms import KernelForm, form_of
 from kvqjax.pallas_kernels.gpu import call as gpu_call
 from kvqjax.pallas_kernels.gpu import coefficients as gpu_coefficients
 from kvqjax.pallas_kernels.gpu import kernel as gpu_kernel
+from kvqjax.pallas_kernels.gpu import exact as gpu_exact
 from kvqjax.pallas_kernels.gpu import keys as gpu_keys
 from kvqjax.pallas_kernels.gpu import klt as gpu_klt
 from kvqjax.pallas_kernels.gpu import lookup as gpu_lookup
@@ -125,17 +135,22 @@ def test_programs_that_share_a_row_fill_whole_rounds(tiles, pairs, splits):
     assert gpu_call.default_splits(tiles, pairs, 3) == splits
 
 
-def test_exact_kernel_equals_the_oracle(simulated):
-    q, _, key, value, start, stop = inputs(FOUR)
-    key, value = (x[:, :320].astype(jnp.bfloat16) for x in (key, value))
-    # Row 1 sees nothing; the last tile is moved back into the body.
-    stop = jnp.minimum(stop, 317).at[1].set(0)
-    want = oracle(q, *(x.astype(jnp.float32) for x in (key, value)), start, stop)
-    stacked = (jnp.stack([jnp.zeros_like(x), x]).reshape(2, 2, 320, 128) for x in (key, value))
+@pytest.mark.parametrize(
+    ("head_dim", "slots", "splits"),
+    [
+        (128, 512, 3),
+        pytest.param(64, 768, 2, marks=pytest.mark.nightly),  # tiles of 256 tokens
+        pytest.param(256, 256, 1, marks=pytest.mark.nightly),  # tiles of 64
+    ],
+)
+def test_exact_kernel_equals_the_oracle(simulated, head_dim, slots, splits):
+    spec, q, body, key, value, start, stop = exact_bodies.make(head_dim, slots)
+    stop = stop.at[1].set(0)
+    want = oracle(q, key, value, start, stop)
     with jax.disable_jit():
-        got = gpu_exact.exact_attention(q.astype(jnp.bfloat16), *stacked, 1, start, stop, splits=3)
-    near(got, want, key.astype(jnp.float32), value, q)
-    np.testing.assert_array_equal(got.out[1], 0)
+        got = gpu_exact.packed_attention(q, body, 1, start, stop, spec, splits=splits)
+    near(got, want, key, value, q)
+    check_second_row_sees_nothing(got)
 
 
 def threads(layout, array):
@@ -190,6 +205,22 @@ def test_coefficients_kernel_refuses_what_it_does_not_read():
     stretches = body._replace(positions=jnp.zeros(8, jnp.int32))
     with pytest.raises(ValueError, match="stretches of 128 tokens"):
         gpu_klt.packed_attention(q, stretches, 0, start, stop, spec)
+
+
+def test_exact_kernel_refuses_what_it_does_not_read():
+    spec, q, body, _, _, start, stop = exact_bodies.make(128, 512)
+    for odd in ({"dtype": "float32"}, {"head_dim": 96}):
+        with pytest.raises(ValueError, match="in bfloat16"):
+            gpu_exact.packed_attention(q, body, 1, start, stop, dataclasses.replace(spec, **odd))
+    short = ExactBody(*(x[:, :, :320] for x in body))
+    with pytest.raises(ValueError, match="multiple of 128"):
+        gpu_exact.packed_attention(q, short, 1, start, stop, spec)
+
+
+def test_three_programs_of_exact_bodies_fit_a_multiprocessor():
+    specs = [exact_bodies.make(dim, 512)[0] for dim in gpu_exact.EXACT_HEAD_DIMS]
+    assert [gpu_exact.resident(gpu_exact.Plan(spec, 8, 1)) for spec in specs] == [3, 3, 3]
+    assert [gpu_exact.resident(gpu_exact.Plan(spec, 32, 1)) for spec in specs] == [2, 2, 2]
 
 
 def test_two_programs_of_coefficients_fit_a_multiprocessor_up_to_two_and_a_half_bits():
@@ -249,31 +280,35 @@ def test_lowers_for_cuda(case):
     assert "mosaic_gpu" in lowered.as_text()
 
 
-def test_coefficients_lower_for_cuda():
-    spec, q, body, _, _, start, stop = klt_bodies.make(2.0)
-    call = jax.jit(lambda *args: gpu_klt.packed_attention(*args, spec))
+@pytest.mark.parametrize("kernel", [gpu_klt, gpu_exact], ids=["klt", "exact"])
+def test_lowers_for_cuda_whatever_is_stored(kernel):
+    inputs = klt_bodies.make(2.0) if kernel is gpu_klt else exact_bodies.make(128, 512)
+    spec, q, body, _, _, start, stop = inputs
+    call = jax.jit(lambda *args: kernel.packed_attention(*args, spec))
     lowered = call.trace(q, body, 1, start, stop).lower(lowering_platforms=("cuda",))
     assert "mosaic_gpu" in lowered.as_text()
 
 
 @pytest.mark.nightly
-def test_a_chips_check_finds_the_coefficients_kernel_right(simulated, monkeypatch):
+@pytest.mark.parametrize("method", ["klt:bits=2,heads=own", "exact"])
+def test_a_chips_check_finds_the_kernel_right(simulated, monkeypatch, method):
     """The cache's own encoder fills the body, and its own attention reads it."""
     shape = dataclasses.replace(LLAMA31_8B, num_heads=4, num_kv_heads=1)
     layout = CacheLayout(
         shape=shape,
-        method=parse("klt:bits=2,heads=own"),
+        method=parse(method),
         capacity=2048,
         dtype="bfloat16",
         target="sm90",
         form="heads",
     )
-    calls = []
+    module = gpu_exact if method == "exact" else gpu_klt
+    specs = []
 
     def kernel(q, body, layer, start, stop, spec, without_kernel, trusted):
-        calls.append(spec)
+        specs.append(spec)
         with jax.disable_jit():
-            return gpu_klt.packed_attention(q, body, layer, start, stop, spec)
+            return module.packed_attention(q, body, layer, start, stop, spec)
 
     def by_kernel(trial):
         def attend(q):
@@ -289,4 +324,7 @@ def test_a_chips_check_finds_the_coefficients_kernel_right(simulated, monkeypatc
     )
     assert verdict.outcome == "faster", verdict
     assert verdict.error < 0.005
-    assert {spec.levels_text for spec in calls} == {"8x6 8x4 24x3 32x2 40x1 and 24x3 80x2 24x1"}
+    assert specs
+    if method != "exact":
+        levels = {spec.levels_text for spec in specs}
+        assert levels == {"8x6 8x4 24x3 32x2 40x1 and 24x3 80x2 24x1"}

@@ -8,7 +8,7 @@ first is computed here, and the functions of `gpu.words` run on numpy as in test
 
 import dataclasses
 
-import gpu_exact
+import exact_bodies
 import jax
 import jax.numpy as jnp
 import klt_bodies
@@ -19,6 +19,7 @@ from kernel_cases import Case, near, oracle
 from kernel_forms import case_of, inputs, name
 
 from kvqjax.pallas_kernels.gpu import coefficients as gpu_coefficients
+from kvqjax.pallas_kernels.gpu import exact as gpu_exact
 from kvqjax.pallas_kernels.gpu import klt as gpu_klt
 from kvqjax.pallas_kernels.gpu import lookup as gpu_lookup
 from kvqjax.pallas_kernels.gpu import packed as gpu
@@ -69,16 +70,11 @@ def interpreted(call, **options):
 
 
 def test_exact_kernel_runs_without_races():
-    q, _, key, value, start, stop = inputs(CASE)
-    key, value = (x[:, :320].astype(jnp.bfloat16) for x in (key, value))
-    stop = jnp.minimum(stop, 317)
-    stacked = [jnp.stack([jnp.zeros_like(x), x]).reshape(2, 2, 320, 128) for x in (key, value)]
-
-    def attend():
-        return gpu_exact.exact_attention(q.astype(jnp.bfloat16), *stacked, 1, start, stop, splits=2)
-
-    got = interpreted(attend, detect_races=True)
-    key, value = (x.astype(jnp.float32) for x in (key, value))
+    spec, q, body, key, value, start, stop = exact_bodies.make(128, 512)
+    got = interpreted(
+        lambda: gpu_exact.packed_attention(q, body, 1, start, stop, spec, splits=2),
+        detect_races=True,
+    )
     near(got, oracle(q, key, value, start, stop), key, value, q)
 
 
