@@ -32,7 +32,7 @@ CASES |= {f"kivi-{bits}-64": ("kivi", bits, 64, False) for bits in (2, 4)}
 CASES |= {f"kivi-{bits}-64-short": ("kivi", bits, 64, True) for bits in (2, 4)}
 # Coefficients by KV head at these bits a channel, heads of 128 channels.
 KLT = {f"klt-{bits}": bits for bits in (2.0, 2.25, 2.375, 2.5, 3.0)}
-# Exact keys and values: channels of a head, and query rows of a KV head.
+# Exact keys and values, and a window beside them: channels of a head, and query rows of a KV head.
 EXACT = {f"exact-{dim}-r{rows}": (dim, rows) for dim in (64, 128, 256) for rows in (8, 32)}
 SLOTS, LAYERS, BATCH, KV_HEADS, QUERY_ROWS = 16384, 4, 2, 8, 8
 
@@ -81,7 +81,7 @@ def _call(name: str):
     """The function of one case, and the shapes of its arguments."""
     import jax
     import jax.numpy as jnp
-    from packed_bodies import exact_shapes, klt_shapes, shapes
+    from packed_bodies import exact_shapes, klt_shapes, recent_shapes, shapes
 
     from kvqjax.pallas_kernels.gpu import exact as gpu_exact
     from kvqjax.pallas_kernels.gpu import klt as gpu_klt
@@ -96,12 +96,14 @@ def _call(name: str):
         spec, made, module = _spec(name), shapes, gpu
     q = shaped((BATCH, 1, KV_HEADS * _rows(name), spec.head_dim), jnp.bfloat16)
     bounds = shaped((BATCH, 1), jnp.int32)
-    last = (shaped((), jnp.int32), bounds, bounds)
-    return lambda *args: module.packed_attention(*args, spec), (
-        q,
-        made(spec, LAYERS, BATCH, SLOTS),
-        *last,
-    )
+    arguments = q, made(spec, LAYERS, BATCH, SLOTS), shaped((), jnp.int32), bounds, bounds
+    if name in EXACT:
+        arguments = *arguments, recent_shapes(spec, LAYERS, BATCH)
+
+    def call(q, body, layer, start, stop, *recent):
+        return module.packed_attention(q, body, layer, start, stop, spec, *recent)
+
+    return call, arguments
 
 
 def _shared_bytes(name: str) -> int:

@@ -10,7 +10,7 @@ from kvqjax.codecs.klt import SCALE_BITS
 from kvqjax.methods import parse
 from kvqjax.model.config import KVShape, RopeConfig
 from kvqjax.ops.packing.base import slot_rows, split_bits
-from kvqjax.pallas_kernels.exact import ExactBody, ExactSpec
+from kvqjax.pallas_kernels.exact import ExactBody, ExactSpec, Recent, room
 from kvqjax.pallas_kernels.klt import KltBody, KltCoded, KltSpec, Levels, count
 from kvqjax.pallas_kernels.packed import PackedBody, PackedSpec, Rope, Signposts
 
@@ -124,3 +124,14 @@ def exact_shapes(spec: ExactSpec, layers: int, batch: int, slots: int) -> ExactB
     """The arrays of such a body as `jax.ShapeDtypeStruct`."""
     vectors = jax.ShapeDtypeStruct((layers, batch, slots, spec.width), jnp.uint16)
     return ExactBody(vectors, vectors)
+
+
+def recent_shapes(spec: ExactSpec, layers: int, batch: int, window: int = 32) -> Recent:
+    """A window and one new token as `jax.ShapeDtypeStruct`."""
+
+    def pair(*lead):
+        vectors = jax.ShapeDtypeStruct((*lead, spec.width), jnp.bfloat16)
+        return vectors, vectors
+
+    seen = jax.ShapeDtypeStruct((batch, 1, room(window) + room(1)), jnp.int32)
+    return Recent((pair(layers, batch, window),), pair(batch, 1), seen)

@@ -1,7 +1,7 @@
 """One layer's attention to its part of a cache and to the new tokens.
 
 attend_tokens       all tokens of a layer, in one of two ways:
-  attend_with_recent  one kernel attends to all of them (exact bodies on TPUs)
+  attend_with_recent  one kernel attends to all of them (exact bodies on TPUs and Hopper GPUs)
   _attend_parts       the parts are attended to apart and merged by log-sum-exp (docs/design.md, idea 1):
     attend_exact        sinks, window and new tokens
     attend_body         the encoded tokens, by one of the readers in kvqjax/cache/readers/

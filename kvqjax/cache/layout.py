@@ -331,7 +331,7 @@ def evenly(run: RunLayout, most: int) -> int:
 # New tokens of a row, at most, whose scores are computed from packed words. Their scores must then
 # be put in order. For more tokens that costs more than decoding the keys does.
 MOST_BY_WORDS = 64
-# Tokens beside a body, at most, that a TPU's kernel takes. Their keys and values lie in its fast
+# Tokens beside a body, at most, that a kernel takes. Their keys and values lie in a TPU's fast
 # memory as a whole.
 MOST_RECENT = 512
 
@@ -490,9 +490,9 @@ def reader_without_kernel(ask: Ask) -> str:
 def takes_recent(ask: Ask, sinks: int) -> bool:
     """Say whether the kernel also takes the tokens beside the body: sinks, window and new tokens.
 
-    A TPU's kernel for exact bodies does. Otherwise XLA runs some thirty small operations a layer
-    for these few tokens and for merging them with the body. On a TPU each of them takes as long as
-    it takes to read the keys and values of a few hundred tokens.
+    Kernels for exact bodies do. Otherwise XLA runs some thirty small operations a layer on a TPU,
+    and about seven on a GPU, for these few tokens and for merging them with the body. Each of them
+    takes as long as it takes to read the keys and values of a few hundred tokens.
 
     Args:
         sinks: How many first tokens of a row are sinks.
@@ -511,4 +511,4 @@ def takes_recent(ask: Ask, sinks: int) -> bool:
     if run.page and not reads_pages("kernel", ask):
         return False
     few_queries = ask.length < MANY_QUERIES and sinks + run.ring + ask.length <= MOST_RECENT
-    return few_queries and _kernel_chip(ask) == "tpu"
+    return few_queries and _by_kernel(ask)

@@ -30,7 +30,6 @@ from kvqjax.model.config import KVShape
 from kvqjax.ops.attention import Partial
 from kvqjax.pallas_kernels.chips import family
 from kvqjax.pallas_kernels.dispatch import at_once
-from kvqjax.pallas_kernels.exact import ExactSpec
 from kvqjax.pallas_kernels.forms import BY_TABLE, OFF, KernelForm, Kernels, form_of
 from kvqjax.pallas_kernels.klt import KltSpec
 
@@ -256,8 +255,8 @@ def _repeated(target: jax.Array, source: jax.Array) -> jax.Array:
 
 def _attend(trial: Trial, q: jax.Array) -> Partial:
     """Attend with new tokens' queries [B, T, H, D] in the way that the cache's layout names: to the
-    body alone. An exact body on a TPU is the exception: its kernel takes the tokens beside it as
-    well, so all are attended to."""
+    body alone. An exact body is the exception: its kernel takes the tokens beside it as well, so all
+    are attended to."""
     run = trial.run
     cache = trial.cache
     batch, length = q.shape[:2]
@@ -273,9 +272,8 @@ def _attend(trial: Trial, q: jax.Array) -> Partial:
     view = LayerView(
         run, cache.runs[0], jnp.int32(0), trial.weights, constants, new, SINKS, pages=cache.pages
     )
-    packed = run.wiring.fast.packed
-    is_exact = packed is not None and isinstance(packed.spec, ExactSpec)
-    if is_exact and family(cache.layout.target) == "tpu":
+    is_exact = all(codec.lossless for codec in run.wiring.storage.codecs.values())
+    if is_exact and family(cache.layout.target) != "cpu":
         return attend_tokens(q, view, tokens, False, {}, {})[0]
     return attend_body(q, view, tokens, {})[0]
 

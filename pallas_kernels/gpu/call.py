@@ -119,15 +119,16 @@ def _merge(
 ) -> Partial:
     """Merge N splits into one result, and bring columns back to [B, T, H]."""
     batch, length, heads, dim = shape
+    kv_heads = out.shape[1]
+    used_rows = length * heads // kv_heads  # columns behind these are padding
+    out, lse = out[..., :used_rows], lse[..., :used_rows]
     # A split that sees no token has NEVER as its log-sum-exp, which is finite, so that its weight
     # is 0 and not NaN.
     peak = lse.max(2, keepdims=True)
-    weights = jnp.exp(lse - peak)  # [B, K, N, R]
+    weights = jnp.exp(lse - peak)  # [B, K, N, T*G]
     total, peak = weights.sum(2), peak[:, :, 0]
     lse = jnp.where(peak > NEVER / 2, jnp.log(total) + peak, -jnp.inf)
     out = (out * (weights / total[:, :, None])[:, :, :, None]).sum(2)
-    kv_heads = out.shape[1]
-    used_rows = length * heads // kv_heads  # columns behind these are padding
-    out = out[..., :used_rows].reshape(batch, kv_heads, dim, length, -1).transpose(0, 3, 1, 4, 2)
-    lse = lse[..., :used_rows].reshape(batch, kv_heads, length, -1).transpose(0, 2, 1, 3)
+    out = out.reshape(batch, kv_heads, dim, length, -1).transpose(0, 3, 1, 4, 2)
+    lse = lse.reshape(batch, kv_heads, length, -1).transpose(0, 2, 1, 3)
     return Partial(out.reshape(shape), lse.reshape(batch, length, heads))

@@ -21,6 +21,11 @@ takes about a microsecond. So 24 KB must be on their way to each multiprocessor 
 shared memory holds three programs (two of many query rows) with 32 KB of keys and 32 KB of values
 each. While one of them computes, the copies of the others are on their way: 64 KB and more.
 
+A row may also attend to tokens that lie outside the body (`Recent`). One call is then all of a
+layer's attention. Otherwise XLA would launch seven more kernels for these tokens and for merging
+the results. The first program of a row and KV head takes them into registers, while its first tile
+is on its way.
+
 Shapes in comments: R query rows (a multiple of 8), D channels, S tokens of a tile."""
 
 import dataclasses
@@ -37,11 +42,19 @@ from jaxtyping import Array, Float, Int
 
 from kvqjax.ops.attention import Partial
 from kvqjax.ops.packing.base import from_bits
-from kvqjax.pallas_kernels.exact import ExactBody, ExactSpec
+from kvqjax.pallas_kernels.exact import ExactBody, ExactSpec, Recent, room
 from kvqjax.pallas_kernels.forms import EXACT_HEAD_DIMS
 from kvqjax.pallas_kernels.gpu import call as gpu_call
 from kvqjax.pallas_kernels.gpu import parts as gpu_parts
-from kvqjax.pallas_kernels.gpu.parts import CHANNELS, State, along, products, put_transposed, tiled
+from kvqjax.pallas_kernels.gpu.parts import (
+    CHANNELS,
+    State,
+    along,
+    product,
+    products,
+    put_transposed,
+    tiled,
+)
 from kvqjax.pallas_kernels.gpu.unpack import STEP
 
 TILE_BYTES = 2**15  # of a tile's keys, and of its values
@@ -51,12 +64,21 @@ SHARED = 228 * 1024
 ADDED = 1024 + 2072
 
 
+class Beside(NamedTuple):
+    """Tokens outside the body, N of them with padding, a multiple of 64."""
+
+    keys: Any  # [B, N, K*D] bf16
+    values: Any  # [B, K*D, N] bf16
+    seen: Any  # [B, N, R] i32: 1 where a column sees the token, else 0
+
+
 class Operands(NamedTuple):
     """Arrays in device memory."""
 
     queries: Any  # [B, K, R, D] bf16
     keys: Any  # [L, B, slots, K*D] bf16
     values: Any  # as keys
+    beside: Beside | None
 
 
 class Buffers(NamedTuple):
@@ -163,6 +185,8 @@ def kernel(limits, data: Operands, smem: Memory, results, plan: Plan):
         return _fold(smem, plan, (fetch_keys, fetch_values), (tile, end), limits, state)
 
     state = gpu_parts.begin_state(STEP, plan.dim, plan.rows, 0)
+    if data.beside is not None:
+        state = _fold_beside(data.beside, buffers, plan, (row, head, split), state)
     state = lax.fori_loop(begin, end, step, state)
     gpu_parts.finish(state, out.at[row, head, split], lse.at[row, head, split])
 
@@ -189,12 +213,6 @@ def _fold(smem: Memory, plan: Plan, fetch, place, limits, state: State) -> State
     plgpu.commit_smem()  # the next copy overwrites the keys, which all threads must have read
     pl.when(has_next_tile)(lambda: fetch_keys(tile + 1))
 
-    def write_weights(peak):
-        weights = [jnp.exp2(score - along(peak, score)) for score in scores]  # [64, R]
-        for target, weight in zip(_steps(buffers.weights, plan, 1), weights, strict=True):
-            put_transposed(target, weight.astype(jnp.bfloat16))
-        return sum(weights[1:], weights[0]), ()
-
     def weigh():
         plgpu.commit_smem()  # products read the weights that all threads wrote
         plgpu.barrier_wait(smem.values_here)
@@ -203,18 +221,27 @@ def _fold(smem: Memory, plan: Plan, fetch, place, limits, state: State) -> State
         pl.when(has_next_tile)(lambda: fetch_values(tile + 1))
         return sums
 
-    return gpu_parts.fold(state, scores, write_weights, weigh)
+    return gpu_parts.fold(state, scores, _writes_weights(buffers, scores), weigh)
 
 
-def _steps(ref, plan: Plan, axis: int) -> list:
-    """Cut a reference into the tile's steps of 64 tokens, which lie along `axis`."""
-    steps = [pl.ds(first, STEP) for first in range(0, plan.tile, STEP)]
-    return [ref.at[:, tokens] if axis else ref.at[tokens] for tokens in steps]
+def _writes_weights(buffers: Buffers, scores: list):
+    """Return the function that writes softmax weights, as `parts.fold` wants it. `scores` are those
+    of consecutive steps of 64 tokens, [64, R] each."""
+
+    def write(peak):
+        weights = [jnp.exp2(score - along(peak, score)) for score in scores]  # [64, R]
+        for step, weight in enumerate(weights):
+            target = buffers.weights.at[:, pl.ds(step * STEP, STEP)]
+            put_transposed(target, weight.astype(jnp.bfloat16))
+        return sum(weights[1:], weights[0]), ()
+
+    return write
 
 
 def _scores(buffers: Buffers, plan: Plan) -> tuple:
     """Compute q . k of a tile, before the factor D^-1/2: [64, R] for each step."""
-    return products(*([(keys, buffers.queries)] for keys in _steps(buffers.keys, plan, 0)))
+    steps = [buffers.keys.at[pl.ds(first, STEP)] for first in range(0, plan.tile, STEP)]
+    return products(*([(keys, buffers.queries)] for keys in steps))
 
 
 def _sums(buffers: Buffers, plan: Plan) -> tuple:
@@ -224,6 +251,41 @@ def _sums(buffers: Buffers, plan: Plan) -> tuple:
         values = buffers.values.at[:, pl.ds(first, CHANNELS)]  # [S, 64]
         sums.append([(values.transpose((1, 0)), buffers.weights)])
     return products(*sums)
+
+
+def _fold_beside(data: Beside, shared: Buffers, plan: Plan, indices, state: State) -> State:
+    """Fold the tokens outside the body into the online softmax, 64 at a time. Of the programs that
+    share a row, the first does so. Keys and values are left operands in registers.
+
+    Args:
+        shared: Shared memory, where the queries are.
+        indices: The numbers of the row, the KV head and the split."""
+    row, head, split = indices
+
+    def load(ref):
+        return gpu_parts.load(ref, plgpu.Layout.WGMMA, optimized=False)
+
+    def step(number, state):
+        buffers = gpu_parts.hidden(shared, number)
+        tokens = pl.ds(number * STEP, STEP)
+        keys = load(data.keys.at[row, tokens, pl.ds(head * plan.dim, plan.dim)])  # [64, D]
+        score = product((keys, buffers.queries)) * (plan.dim**-0.5 * math.log2(math.e))
+        score = jnp.where(load(data.seen.at[row, tokens]) > 0, score, gpu_parts.NEVER)
+
+        def weigh():
+            plgpu.commit_smem()  # products read the weights that all threads wrote
+            weights = buffers.weights.at[:, pl.ds(0, STEP)]
+            sums = []
+            for first in range(0, plan.dim, CHANNELS):
+                channels = pl.ds(head * plan.dim + first, CHANNELS)
+                sums.append(product((load(data.values.at[row, channels, tokens]), weights)))
+            plgpu.commit_smem()  # weights are overwritten next, and all threads must have read them
+            return tuple(sums)
+
+        return gpu_parts.fold(state, [score], _writes_weights(buffers, [score]), weigh)
+
+    steps = jnp.where(split == 0, data.keys.shape[1] // STEP, 0)
+    return lax.fori_loop(0, steps, step, state)
 
 
 def _check(body: ExactBody, spec: ExactSpec) -> None:
@@ -245,11 +307,12 @@ def packed_attention(
     start: Int[Array, "B T"],
     stop: Int[Array, "B T"],
     spec: ExactSpec,
+    recent: Recent | None = None,
     *,
     splits: int | None = None,
 ) -> Partial:
-    """Attend as `reference.packed_attention` does, with queries and softmax weights rounded to
-    bfloat16.
+    """Attend as `reference.packed_attention` does, and to `recent` tokens as well. Queries and
+    softmax weights are rounded to bfloat16.
 
     Args:
         start: The first token that each query sees.
@@ -259,12 +322,21 @@ def packed_attention(
     Raises:
         ValueError: A body that this kernel does not read."""
     _check(body, spec)
-    return _attend(q, body, layer, start, stop, spec, splits)
+    return _attend(q, body, layer, start, stop, spec, recent, splits)
 
 
 # Jitted by itself, so that a program lowers the kernel once and not for every layer that calls it.
 @functools.partial(jax.jit, static_argnames=("spec", "splits"))
-def _attend(q, body: ExactBody, layer, start, stop, spec: ExactSpec, splits: int | None) -> Partial:
+def _attend(
+    q,
+    body: ExactBody,
+    layer,
+    start,
+    stop,
+    spec: ExactSpec,
+    recent: Recent | None,
+    splits: int | None,
+) -> Partial:
     """Call the kernel."""
     queries = gpu_call.columns(q.astype(jnp.bfloat16), spec.kv_heads).swapaxes(2, 3)
     plan = Plan(spec, queries.shape[2], splits or 1)
@@ -273,5 +345,37 @@ def _attend(q, body: ExactBody, layer, start, stop, spec: ExactSpec, splits: int
         chosen = gpu_call.default_splits(tiles, pairs, resident(plan))
         plan = dataclasses.replace(plan, splits=chosen)
     # XLA for GPUs takes the same bits for other numbers without a copy (tests/aot/test_gpu.py).
-    operands = Operands(queries, *(from_bits(x, spec.dtype) for x in body))
+    keys, values = (from_bits(x, spec.dtype) for x in body)
+    beside = None
+    if recent is not None:
+        beside = _beside(recent, layer, q.shape[2] // spec.kv_heads, plan.rows)
+    operands = Operands(queries, keys, values, beside)
     return gpu_call.attend(plan, kernel, memory(plan), operands, q.shape, layer, start, stop)
+
+
+def _beside(recent: Recent, layer, group: int, rows: int) -> Beside:
+    """Put the tokens outside the body one below the other.
+
+    Args:
+        recent: The tokens, and which query sees them.
+        layer: The number of the layer in `recent.held`.
+        group: Query heads of a KV head, G.
+        rows: Query rows R of a KV head."""
+    missing = -recent.seen.shape[2] % STEP
+
+    def every(part: int):
+        """Put all keys (`part` 0) or values (1) below each other, with zeros where there is no
+        token."""
+        held = [lax.dynamic_index_in_dim(x[part], layer, 0, False) for x in recent.held]
+        parts = [_padded(x, room(x.shape[1]) - x.shape[1]) for x in (*held, recent.new[part])]
+        return _padded(jnp.concatenate(parts, axis=1), missing)
+
+    seen = _padded(recent.seen.swapaxes(1, 2), missing)  # [B, N, T]
+    seen = jnp.repeat(seen, group, axis=2)
+    seen = jnp.pad(seen, ((0, 0), (0, 0), (0, rows - seen.shape[2])))
+    return Beside(every(0), every(1).swapaxes(1, 2), seen.astype(jnp.int32))
+
+
+def _padded(x, count: int):
+    """Append `count` zeros along the axis 1 of three."""
+    return jnp.pad(x, ((0, 0), (0, count), (0, 0)))

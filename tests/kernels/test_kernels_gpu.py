@@ -136,21 +136,26 @@ def test_programs_that_share_a_row_fill_whole_rounds(tiles, pairs, splits):
 
 
 @pytest.mark.parametrize(
-    ("head_dim", "slots", "splits"),
+    ("head_dim", "slots", "splits", "beside"),
     [
-        (128, 512, 3),
-        pytest.param(64, 768, 2, marks=pytest.mark.nightly),  # tiles of 256 tokens
-        pytest.param(256, 256, 1, marks=pytest.mark.nightly),  # tiles of 64
+        (128, 512, 2, True),
+        pytest.param(128, 512, 3, False, marks=pytest.mark.nightly),
+        pytest.param(64, 768, 2, False, marks=pytest.mark.nightly),  # tiles of 256 tokens
+        pytest.param(256, 256, 1, True, marks=pytest.mark.nightly),  # tiles of 64
     ],
 )
-def test_exact_kernel_equals_the_oracle(simulated, head_dim, slots, splits):
-    spec, q, body, key, value, start, stop = exact_bodies.make(head_dim, slots)
-    stop = stop.at[1].set(0)
-    want = oracle(q, key, value, start, stop)
+def test_exact_kernel_equals_the_oracle(simulated, head_dim, slots, splits, beside):
+    spec, q, body, key, value, start, stop = exact_bodies.make(head_dim, slots, length=2)
+    stop = stop.at[1].set(0)  # row 1 sees nothing of the body
+    recent, want = (None,), oracle(q, key, value, start, stop)
+    if beside:
+        recent = exact_bodies.recent_of(spec, length=2)
+        want = exact_bodies.oracle_with(recent, q, key, value, start, stop)
     with jax.disable_jit():
-        got = gpu_exact.packed_attention(q, body, 1, start, stop, spec, splits=splits)
+        got = gpu_exact.packed_attention(q, body, 1, start, stop, spec, recent[0], splits=splits)
     near(got, want, key, value, q)
-    check_second_row_sees_nothing(got)
+    if not beside:
+        check_second_row_sees_nothing(got)
 
 
 def threads(layout, array):
@@ -305,10 +310,10 @@ def test_a_chips_check_finds_the_kernel_right(simulated, monkeypatch, method):
     module = gpu_exact if method == "exact" else gpu_klt
     specs = []
 
-    def kernel(q, body, layer, start, stop, spec, without_kernel, trusted):
+    def kernel(q, body, layer, start, stop, spec, without_kernel, trusted, **also):
         specs.append(spec)
         with jax.disable_jit():
-            return module.packed_attention(q, body, layer, start, stop, spec)
+            return module.packed_attention(q, body, layer, start, stop, spec, **also)
 
     def by_kernel(trial):
         def attend(q):

@@ -113,6 +113,17 @@ def test_packed_kernel_equals_the_oracle(monkeypatch, case):
     near(got, oracle(q, key, value, start, stop), key, value, q)
 
 
+def test_exact_kernel_takes_tokens_beside_the_body(monkeypatch):
+    monkeypatch.setattr(callbacks, "wgmma", product(callbacks.wgmma))
+    spec, q, body, key, value, start, stop = exact_bodies.make(128, 512, length=2)
+    recent = exact_bodies.recent_of(spec, length=2)
+    got = interpreted(
+        lambda: gpu_exact.packed_attention(q, body, 1, start, stop, spec, recent[0], splits=2)
+    )
+    want = exact_bodies.oracle_with(recent, q, key, value, start, stop)
+    near(got, want, key, value, q)
+
+
 def test_coefficients_kernel_equals_the_oracle(monkeypatch):
     monkeypatch.setattr(callbacks, "wgmma", product(callbacks.wgmma))
     install_words(monkeypatch, gpu_coefficients, packed=traced_packed)
