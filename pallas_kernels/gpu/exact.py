@@ -22,9 +22,9 @@ shared memory holds three programs (two of many query rows) with 32 KB of keys a
 each. While one of them computes, the copies of the others are on their way: 64 KB and more.
 
 A row may also attend to tokens that lie outside the body (`Recent`). One call is then all of a
-layer's attention. Otherwise XLA would launch seven more kernels for these tokens and for merging
-the results. The first program of a row and KV head takes them into registers, while its first tile
-is on its way.
+layer's attention. Otherwise XLA would launch some small kernels for these tokens and for merging
+the results. The last program of a row and KV head takes them after its tiles, which are often fewer
+than the others'.
 
 Shapes in comments: R query rows (a multiple of 8), D channels, S tokens of a tile."""
 
@@ -50,7 +50,7 @@ from kvqjax.pallas_kernels.gpu.parts import (
     CHANNELS,
     State,
     along,
-    product,
+    load,
     products,
     put_transposed,
     tiled,
@@ -67,8 +67,7 @@ ADDED = 1024 + 2072
 class Beside(NamedTuple):
     """Tokens outside the body, N of them with padding, a multiple of 64."""
 
-    keys: Any  # [B, N, K*D] bf16
-    values: Any  # [B, K*D, N] bf16
+    vectors: Any  # [B, N, 2*K*D] bf16: keys, and values beside them
     seen: Any  # [B, N, R] i32: 1 where a column sees the token, else 0
 
 
@@ -185,9 +184,10 @@ def kernel(limits, data: Operands, smem: Memory, results, plan: Plan):
         return _fold(smem, plan, (fetch_keys, fetch_values), (tile, end), limits, state)
 
     state = gpu_parts.begin_state(STEP, plan.dim, plan.rows, 0)
-    if data.beside is not None:
-        state = _fold_beside(data.beside, buffers, plan, (row, head, split), state)
     state = lax.fori_loop(begin, end, step, state)
+    if data.beside is not None:
+        is_last = split == plan.splits - 1
+        state = _fold_beside(data.beside, smem, plan, (row, head, is_last), state)
     gpu_parts.finish(state, out.at[row, head, split], lse.at[row, head, split])
 
 
@@ -208,7 +208,7 @@ def _fold(smem: Memory, plan: Plan, fetch, place, limits, state: State) -> State
     buffers = gpu_parts.hidden(smem.buffers, tile)
 
     plgpu.barrier_wait(smem.keys_here)
-    scores = _scores(buffers, plan)
+    scores = _scores(buffers, plan.tile)
     scores = gpu_parts.base2_scores(scores, plan.dim, tile * plan.tile, limits)
     plgpu.commit_smem()  # the next copy overwrites the keys, which all threads must have read
     pl.when(has_next_tile)(lambda: fetch_keys(tile + 1))
@@ -216,7 +216,7 @@ def _fold(smem: Memory, plan: Plan, fetch, place, limits, state: State) -> State
     def weigh():
         plgpu.commit_smem()  # products read the weights that all threads wrote
         plgpu.barrier_wait(smem.values_here)
-        sums = _sums(buffers, plan)
+        sums = _sums(buffers, plan, plan.tile)
         plgpu.commit_smem()  # values and weights are overwritten next, and all threads must have read them
         pl.when(has_next_tile)(lambda: fetch_values(tile + 1))
         return sums
@@ -238,54 +238,53 @@ def _writes_weights(buffers: Buffers, scores: list):
     return write
 
 
-def _scores(buffers: Buffers, plan: Plan) -> tuple:
-    """Compute q . k of a tile, before the factor D^-1/2: [64, R] for each step."""
-    steps = [buffers.keys.at[pl.ds(first, STEP)] for first in range(0, plan.tile, STEP)]
+def _scores(buffers: Buffers, tokens: int) -> tuple:
+    """Compute q . k of the first tokens, before the factor D^-1/2: [64, R] for every 64 tokens."""
+    steps = [buffers.keys.at[pl.ds(first, STEP)] for first in range(0, tokens, STEP)]
     return products(*([(keys, buffers.queries)] for keys in steps))
 
 
-def _sums(buffers: Buffers, plan: Plan) -> tuple:
-    """Sum a tile's values under its weights: [64, R] for every 64 channels."""
+def _sums(buffers: Buffers, plan: Plan, tokens: int) -> tuple:
+    """Sum the first tokens' values under their weights: [64, R] for every 64 channels."""
+    weights = buffers.weights.at[:, pl.ds(0, tokens)]
     sums = []
     for first in range(0, plan.dim, CHANNELS):
-        values = buffers.values.at[:, pl.ds(first, CHANNELS)]  # [S, 64]
-        sums.append([(values.transpose((1, 0)), buffers.weights)])
+        values = buffers.values.at[pl.ds(0, tokens), pl.ds(first, CHANNELS)]
+        sums.append([(values.transpose((1, 0)), weights)])
     return products(*sums)
 
 
-def _fold_beside(data: Beside, shared: Buffers, plan: Plan, indices, state: State) -> State:
-    """Fold the tokens outside the body into the online softmax, 64 at a time. Of the programs that
-    share a row, the first does so. Keys and values are left operands in registers.
+def _fold_beside(data: Beside, smem: Memory, plan: Plan, place, state: State) -> State:
+    """Fold the tokens outside the body into the online softmax, 64 at a time.
 
     Args:
-        shared: Shared memory, where the queries are.
-        indices: The numbers of the row, the KV head and the split."""
-    row, head, split = indices
-
-    def load(ref):
-        return gpu_parts.load(ref, plgpu.Layout.WGMMA, optimized=False)
+        place: The numbers of the row and the KV head, and whether this program does so."""
+    row, head, here = place
 
     def step(number, state):
-        buffers = gpu_parts.hidden(shared, number)
-        tokens = pl.ds(number * STEP, STEP)
-        keys = load(data.keys.at[row, tokens, pl.ds(head * plan.dim, plan.dim)])  # [64, D]
-        score = product((keys, buffers.queries)) * (plan.dim**-0.5 * math.log2(math.e))
-        score = jnp.where(load(data.seen.at[row, tokens]) > 0, score, gpu_parts.NEVER)
+        buffers = gpu_parts.hidden(smem.buffers, number)
+        tokens, first_channel = pl.ds(number * STEP, STEP), head * plan.dim
+        for part, barrier, target in (
+            (0, smem.keys_here, buffers.keys),
+            (1, smem.values_here, buffers.values),
+        ):
+            channels = pl.ds(part * plan.spec.width + first_channel, plan.dim)
+            source = data.vectors.at[row, tokens, channels]
+            plgpu.copy_gmem_to_smem(source, target.at[pl.ds(0, STEP)], barrier)
+        seen = load(data.seen.at[row, tokens], plgpu.Layout.WGMMA, optimized=False) > 0
+        plgpu.barrier_wait(smem.keys_here)
+        scores = gpu_parts.masked(_scores(buffers, STEP), plan.dim, [seen])
+        plgpu.barrier_wait(smem.values_here)
 
         def weigh():
             plgpu.commit_smem()  # products read the weights that all threads wrote
-            weights = buffers.weights.at[:, pl.ds(0, STEP)]
-            sums = []
-            for first in range(0, plan.dim, CHANNELS):
-                channels = pl.ds(head * plan.dim + first, CHANNELS)
-                sums.append(product((load(data.values.at[row, channels, tokens]), weights)))
-            plgpu.commit_smem()  # weights are overwritten next, and all threads must have read them
-            return tuple(sums)
+            sums = _sums(buffers, plan, STEP)
+            plgpu.commit_smem()  # the next copies overwrite what all threads must have read
+            return sums
 
-        return gpu_parts.fold(state, [score], _writes_weights(buffers, [score]), weigh)
+        return gpu_parts.fold(state, scores, _writes_weights(buffers, scores), weigh)
 
-    steps = jnp.where(split == 0, data.keys.shape[1] // STEP, 0)
-    return lax.fori_loop(0, steps, step, state)
+    return lax.fori_loop(0, jnp.where(here, data.seen.shape[1] // STEP, 0), step, state)
 
 
 def _check(body: ExactBody, spec: ExactSpec) -> None:
@@ -373,7 +372,7 @@ def _beside(recent: Recent, layer, group: int, rows: int) -> Beside:
     seen = _padded(recent.seen.swapaxes(1, 2), missing)  # [B, N, T]
     seen = jnp.repeat(seen, group, axis=2)
     seen = jnp.pad(seen, ((0, 0), (0, 0), (0, rows - seen.shape[2])))
-    return Beside(every(0), every(1).swapaxes(1, 2), seen.astype(jnp.int32))
+    return Beside(jnp.concatenate([every(0), every(1)], axis=2), seen.astype(jnp.int32))
 
 
 def _padded(x, count: int):

@@ -120,12 +120,22 @@ def base2_scores(scores, dim: int, first, limits) -> list:
         dim: Channels of a head.
         first: The first token.
         limits: From `load_limits`."""
-    factor = dim**-0.5 * math.log2(math.e)
-    masked = []
+    seen = []
     for step, score in enumerate(scores):
         slot = row_index(score.shape) + (first + step * score.shape[0])
-        masked.append(jnp.where(visible(slot, limits), score * factor, NEVER))
-    return masked
+        seen.append(visible(slot, limits))
+    return masked(scores, dim, seen)
+
+
+def masked(scores, dim: int, seen) -> list:
+    """Turn scores into base-2 logarithms, NEVER where a query does not see the token.
+
+    Args:
+        scores: q . k, [M, R] each.
+        dim: Channels of a head.
+        seen: A mask for each of `scores`."""
+    factor = dim**-0.5 * math.log2(math.e)
+    return [jnp.where(x, score * factor, NEVER) for x, score in zip(seen, scores, strict=True)]
 
 
 def begin_state(tokens: int, dim: int, rows: int, slices: int = 1) -> State:

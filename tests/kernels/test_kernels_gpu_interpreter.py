@@ -70,12 +70,16 @@ def interpreted(call, **options):
 
 
 def test_exact_kernel_runs_without_races():
-    spec, q, body, key, value, start, stop = exact_bodies.make(128, 512)
-    got = interpreted(
-        lambda: gpu_exact.packed_attention(q, body, 1, start, stop, spec, splits=2),
-        detect_races=True,
-    )
-    near(got, oracle(q, key, value, start, stop), key, value, q)
+    """Two tiles a program, and tokens beside the body."""
+    spec, q, body, key, value, start, stop = exact_bodies.make(128, 512, length=2)
+    recent = exact_bodies.recent_of(spec, length=2)
+
+    def attend():
+        return gpu_exact.packed_attention(q, body, 1, start, stop, spec, recent[0], splits=2)
+
+    got = interpreted(attend, detect_races=True)
+    want = exact_bodies.oracle_with(recent, q, key, value, start, stop)
+    near(got, want, key, value, q)
 
 
 def product(theirs):
@@ -111,17 +115,6 @@ def test_packed_kernel_equals_the_oracle(monkeypatch, case):
     q, body, key, value, start, stop = inputs(case)
     got = interpreted(lambda: gpu.packed_attention(q, body, 1, start, stop, case.spec, splits=1))
     near(got, oracle(q, key, value, start, stop), key, value, q)
-
-
-def test_exact_kernel_takes_tokens_beside_the_body(monkeypatch):
-    monkeypatch.setattr(callbacks, "wgmma", product(callbacks.wgmma))
-    spec, q, body, key, value, start, stop = exact_bodies.make(128, 512, length=2)
-    recent = exact_bodies.recent_of(spec, length=2)
-    got = interpreted(
-        lambda: gpu_exact.packed_attention(q, body, 1, start, stop, spec, recent[0], splits=2)
-    )
-    want = exact_bodies.oracle_with(recent, q, key, value, start, stop)
-    near(got, want, key, value, q)
 
 
 def test_coefficients_kernel_equals_the_oracle(monkeypatch):
