@@ -15,7 +15,7 @@ from commands import run
 
 import kvqjax as kvq
 from kvqjax.cache import CacheLayout, runs_of
-from kvqjax.cache.layout import Ask, reader_of
+from kvqjax.cache.layout import Ask, reader_of, takes_recent
 from kvqjax.cache.readers import kernel as kernel_reader
 from kvqjax.kernel_checks import check as check_module
 from kvqjax.kernel_checks import choose
@@ -170,6 +170,23 @@ def test_a_hopper_takes_planes_only_for_a_kernel_that_won(chip):
     assert [stored for _, _, stored in checked] == ["heads"]
     assert kvq.init_cache(SHAPE, METHOD, 1, 2048, form="heads").layout.form == "heads"
     assert kvq.init_cache(SHAPE, METHOD, 1, 2048, kernels="off").layout.form == "heads"
+
+
+def test_a_hopper_reads_exact_bodies_and_the_tokens_beside_them_in_one_call(chip):
+    checked = chip("sm90")
+    bodies = {"target": "sm90", "dtype": "bfloat16"}
+    cache = kvq.init_cache(SHAPE, "exact", 1, 2048, **bodies)
+    assert cache.layout.kernels.forms == (KernelForm("exact"),)
+    run = runs_of(cache.layout)[0]
+    assert cache.layout.form == "planes"
+    assert reader_of(Ask(run, 1)) == "kernel"
+    assert takes_recent(Ask(run, 1), sinks=0)
+    # 4 query heads a KV head, of which the kernel takes 32 rows at a time, 8 times.
+    assert reader_of(Ask(run, 32)) == "kernel"
+    assert reader_of(Ask(run, 33)) != "kernel"
+    assert [stored for _, _, stored in checked] == ["heads"]
+    whole = kvq.init_cache(SHAPE, "exact", 1, 2048, **bodies | {"dtype": "float32"})
+    assert whole.layout.form == "heads"
 
 
 def test_a_hopper_keeps_its_form_where_the_kernel_lost(chip):
