@@ -108,21 +108,19 @@ def _call(name: str):
 
 def _shared_bytes(name: str) -> int:
     """Shared memory of a program, without what the compiler adds for barriers and alignment."""
-    import jax
-    import numpy as np
-
     from kvqjax.pallas_kernels.gpu import exact as gpu_exact
     from kvqjax.pallas_kernels.gpu import kernel as gpu_kernel
     from kvqjax.pallas_kernels.gpu import klt as gpu_klt
     from kvqjax.pallas_kernels.gpu import packed as gpu
+    from kvqjax.pallas_kernels.gpu import parts as gpu_parts
 
     if name in KLT:
-        return gpu_klt.shared_bytes(gpu_klt.Plan(_klt_spec(name), QUERY_ROWS, 1))
-    if name in EXACT:
-        return gpu_exact.shared_bytes(gpu_exact.Plan(_exact_spec(name), _rows(name), 1))
-    memory = gpu_kernel.memory(gpu.Plan(_spec(name), QUERY_ROWS, 1))
-    buffers = (x for x in jax.tree.leaves(memory) if hasattr(x, "dtype"))
-    return sum(int(np.prod(x.shape)) * np.dtype(x.dtype).itemsize for x in buffers)
+        memory = gpu_klt.memory(gpu_klt.Plan(_klt_spec(name), QUERY_ROWS, 1))
+    elif name in EXACT:
+        memory = gpu_exact.memory(gpu_exact.Plan(_exact_spec(name), _rows(name), 1))
+    else:
+        memory = gpu_kernel.memory(gpu.Plan(_spec(name), QUERY_ROWS, 1))
+    return gpu_parts.shared_bytes(memory)
 
 
 def report(folder: Path) -> dict:

@@ -30,7 +30,6 @@ Shapes in comments: R query rows (a multiple of 8), D channels, S tokens of a ti
 
 import dataclasses
 import functools
-import math
 from typing import Any, NamedTuple
 
 import jax
@@ -58,10 +57,6 @@ from kvqjax.pallas_kernels.gpu.parts import (
 from kvqjax.pallas_kernels.gpu.unpack import STEP
 
 TILE_BYTES = 2**15  # of a tile's keys, and of its values
-# Shared memory of a multiprocessor. The runtime keeps 1 KiB of it for each program, and the
-# compiler adds 2072 bytes for barriers and reductions.
-SHARED = 228 * 1024
-ADDED = 1024 + 2072
 
 
 class Beside(NamedTuple):
@@ -137,16 +132,10 @@ def memory(plan: Plan) -> Memory:
     return Memory(Buffers(of_queries, of_tile, of_tile, of_weights), *barriers)
 
 
-def shared_bytes(plan: Plan) -> int:
-    """Count the bytes of a program's shared memory, without what the compiler adds."""
-    buffers = memory(plan).buffers
-    return sum(math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in buffers)
-
-
 def resident(plan: Plan) -> int:
     """Count the programs that a multiprocessor's shared memory holds at a time. Its registers hold as
     many (benchmarks/records/gpu_registers.json)."""
-    return SHARED // (shared_bytes(plan) + ADDED)
+    return gpu_parts.fitting(memory(plan))
 
 
 def kernel(limits, data: Operands, smem: Memory, results, plan: Plan):
@@ -204,7 +193,7 @@ def _fold(smem: Memory, plan: Plan, fetch, place, limits, state: State) -> State
         The online softmax with the tile's tokens."""
     (fetch_keys, fetch_values), (tile, end) = fetch, place
     has_next_tile = tile + 1 < end
-    # [..] of [1, ..]; with the index 0 itself, registers for 16 query rows would be twice as many.
+    # With the index 0 itself, a program of 8 query rows would take 137 registers instead of 62.
     buffers = gpu_parts.hidden(smem.buffers, tile)
 
     plgpu.barrier_wait(smem.keys_here)

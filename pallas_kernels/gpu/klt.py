@@ -16,7 +16,6 @@ Shapes in comments: R query rows (a multiple of 8), D channels, N coefficients w
 
 import dataclasses
 import functools
-import math
 from typing import Any, NamedTuple
 
 import jax
@@ -51,9 +50,6 @@ from kvqjax.pallas_kernels.klt import LANE, KltBody, KltSpec, count, finished, s
 NUMBERS = 128  # coefficients of a head, padded
 PAIRS = HEAD_DIM // 2  # pairs of channels that RoPE turns together
 PAIRS_OF_TILE = TILE // (PAIR * STEP)
-# Bytes that two programs of a multiprocessor have each: of its 228 KiB the runtime keeps 1 a
-# program, and the compiler adds 2072 bytes for barriers and reductions.
-HALF_OF_MEMORY = (228 // 2 - 1) * 1024 - 2072
 
 
 class Operands(NamedTuple):
@@ -144,15 +140,9 @@ def memory(plan: Plan) -> Memory:
     return Memory(buffers, *(plgpu.Barrier(num_arrivals=n) for n in copies))
 
 
-def shared_bytes(plan: Plan) -> int:
-    """Count the bytes of a program's shared memory, without what the compiler adds."""
-    buffers = (x for x in jax.tree.leaves(memory(plan)) if hasattr(x, "dtype"))
-    return sum(math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in buffers)
-
-
 def resident(spec: KltSpec, rows: int) -> int:
     """Count the programs that a multiprocessor holds at a time: its registers hold two."""
-    return 2 if shared_bytes(Plan(spec, rows, 1)) <= HALF_OF_MEMORY else 1
+    return min(2, gpu_parts.fitting(memory(Plan(spec, rows, 1))))
 
 
 def kernel(limits, data: Operands, smem: Memory, results, plan: Plan):

@@ -18,6 +18,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from kvqjax.pallas_kernels.gpu.words import HALF
 
+# Shared memory of a multiprocessor, and what a program takes of it beside its buffers: the runtime
+# keeps 1 KiB, and the compiler adds 2072 bytes for barriers and reductions.
+SHARED, ADDED = 228 * 1024, 1024 + 2072
 CHANNELS = 64  # channels of one product with values: the rows of WGMMA
 NEVER = -1e30  # a masked score: finite, so that the difference of two of them is a number
 ROWS = plgpu.Layout.WGMMA.reduce(1)  # the layout of a number for each row of a product
@@ -41,6 +44,18 @@ def tiled(shape: tuple[int, ...], dtype, swizzle: int = 128):
         swizzle: Bytes of a tile along the lanes."""
     tile = plgpu.TilingTransform((8, swizzle // jnp.dtype(dtype).itemsize))
     return plgpu.SMEM(shape, dtype, transforms=(tile, plgpu.SwizzleTransform(swizzle)))
+
+
+def shared_bytes(memory) -> int:
+    """Count the bytes of a program's buffers in shared memory. `memory` is a tree of declarations."""
+    buffers = (x for x in jax.tree.leaves(memory) if hasattr(x, "dtype"))
+    return sum(math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in buffers)
+
+
+def fitting(memory) -> int:
+    """Count the programs whose shared memory fits a multiprocessor. `memory` is a tree of
+    declarations."""
+    return SHARED // (shared_bytes(memory) + ADDED)
 
 
 def share(ends, row, split, splits: int):

@@ -34,8 +34,8 @@ from kvqjax.pallas_kernels.exact import ExactBody
 from kvqjax.pallas_kernels.forms import KernelForm, form_of
 from kvqjax.pallas_kernels.gpu import call as gpu_call
 from kvqjax.pallas_kernels.gpu import coefficients as gpu_coefficients
-from kvqjax.pallas_kernels.gpu import kernel as gpu_kernel
 from kvqjax.pallas_kernels.gpu import exact as gpu_exact
+from kvqjax.pallas_kernels.gpu import kernel as gpu_kernel
 from kvqjax.pallas_kernels.gpu import keys as gpu_keys
 from kvqjax.pallas_kernels.gpu import klt as gpu_klt
 from kvqjax.pallas_kernels.gpu import lookup as gpu_lookup
