@@ -17,7 +17,7 @@ from kvqjax.kernel_checks.check import TIMED, Checker, check_either, key_of, obt
 from kvqjax.kernel_checks.compare import MOST, Attention, worst_error
 from kvqjax.kernel_checks.prompt_kernels import PromptKernel, prompt_kernel
 from kvqjax.kernel_checks.store import Verdict
-from kvqjax.kernel_checks.trial import SINKS, Candidate, Trial, by_kernel, candidates, make, speed
+from kvqjax.kernel_checks.trial import SINKS, Candidate, Trial, candidates, make, of_body, speed
 from kvqjax.methods import Method, exact, parse
 from kvqjax.model.config import KVShape, RopeConfig
 from kvqjax.ops.attention import Partial
@@ -213,7 +213,7 @@ def in_float64(trial: Trial, q: jax.Array) -> Partial:
 def plain_rows(
     methods: tuple[str, ...],
     target: str = "cpu",
-    attention: Callable[[Trial], Attention] = by_kernel,
+    attention: Callable[[Trial], Attention] = of_body,
 ) -> Iterator[dict[str, Any]]:
     """Compare with float64 how a chip decodes without a kernel: XLA's path over bodies in the form
     that it stores. It computes in float32 on a CPU and in bfloat16 elsewhere, as models do there.

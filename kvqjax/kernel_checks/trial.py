@@ -253,10 +253,8 @@ def _repeated(target: jax.Array, source: jax.Array) -> jax.Array:
     return x.astype(source.dtype)
 
 
-def _attend(trial: Trial, q: jax.Array) -> Partial:
-    """Attend with new tokens' queries [B, T, H, D] in the way that the cache's layout names: to the
-    body alone. An exact body is the exception: its kernel takes the tokens beside it as well, so all
-    are attended to."""
+def _in_layer(trial: Trial, q: jax.Array) -> tuple[LayerView, NewTokens]:
+    """View the trial's layer, and new tokens with the queries `q`, [B, T, H, D]."""
     run = trial.run
     cache = trial.cache
     batch, length = q.shape[:2]
@@ -272,13 +270,29 @@ def _attend(trial: Trial, q: jax.Array) -> Partial:
     view = LayerView(
         run, cache.runs[0], jnp.int32(0), trial.weights, constants, new, SINKS, pages=cache.pages
     )
-    is_exact = all(codec.lossless for codec in run.wiring.storage.codecs.values())
-    if is_exact and family(cache.layout.target) != "cpu":
-        return attend_tokens(q, view, tokens, False, {}, {})[0]
+    return view, tokens
+
+
+def _attend_to_body(trial: Trial, q: jax.Array) -> Partial:
+    """Attend with new tokens' queries [B, T, H, D] to the body alone, in the way that the cache's
+    layout names."""
+    view, tokens = _in_layer(trial, q)
     return attend_body(q, view, tokens, {})[0]
 
 
+def _attend(trial: Trial, q: jax.Array) -> Partial:
+    """Attend as the check of a kernel does: to the body alone, but for exact bodies, whose kernels
+    take the tokens beside the body as well. There all are attended to."""
+    codecs = trial.run.wiring.storage.codecs.values()
+    is_exact = all(codec.lossless for codec in codecs)
+    if is_exact and family(trial.cache.layout.target) != "cpu":
+        view, tokens = _in_layer(trial, q)
+        return attend_tokens(q, view, tokens, False, {}, {})[0]
+    return _attend_to_body(trial, q)
+
+
 _attend_compiled = jax.jit(_attend)
+_to_body_compiled = jax.jit(_attend_to_body)
 
 
 @jax.jit
@@ -292,6 +306,12 @@ def _precisely(trial: Trial, q: jax.Array) -> Partial:
 def by_kernel(trial: Trial) -> Attention:
     """Return attention as decoding does it: a function of the queries."""
     return functools.partial(_attend_compiled, trial)
+
+
+def of_body(trial: Trial) -> Attention:
+    """Return attention to the body alone, as the cache's layout names: a function of the
+    queries."""
+    return functools.partial(_to_body_compiled, trial)
 
 
 def by_plain_path(trial: Trial) -> Attention:
