@@ -377,7 +377,7 @@ def shared_values(ask: Ask) -> SharedValues | None:
 
     Returns:
         How to read and map such values. None: each head's own values are summed."""
-    if reads_by_heads(ask) or _as_coefficients(ask):
+    if reads_by_heads(ask) or as_coefficients(ask):
         return None  # they are read as they are stored
     run, fast = ask.run, ask.run.wiring.fast
     few_queries = is_linear(ask) and ask.length <= FEW_QUERIES
@@ -428,9 +428,8 @@ def _as_stored(ask: Ask) -> bool:
     return reads_by_heads(ask) or _reads_words(ask)
 
 
-def _as_coefficients(ask: Ask) -> bool:
-    """Say whether a CPU's few queries read coefficients with tokens on the last axis. The tokens of
-    a block must follow each other."""
+def as_coefficients(ask: Ask) -> bool:
+    """Say whether few queries read coefficients. The tokens of a block must follow each other."""
     run = ask.run
     coefficients = run.wiring.fast.coefficients is not None
     return coefficients and is_linear(ask) and run.deal.parts == 1 and ask.length <= FEW_QUERIES
@@ -460,7 +459,7 @@ def _in_tiles(ask: Ask) -> bool:
 READERS: dict[str, Callable[[Ask], bool]] = {
     "kernel": _by_kernel,
     "stored": _as_stored,
-    "coefficients": _as_coefficients,
+    "coefficients": lambda ask: as_coefficients(ask) and not ask.run.static_loops,
     "decoded": _decoded,
     "tiles": _in_tiles,
     "blocks": lambda ask: True,

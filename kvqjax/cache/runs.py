@@ -149,7 +149,7 @@ def _in_form(wiring: Wiring, layout: CacheLayout, shape: KVShape) -> Wiring:
     # short bodies save less time than they take to compile.
     if layout.form == "stripes" and keeps_all and layout.capacity >= LEAST_STRIPED:
         wiring = _striped(wiring, shape)
-    else:
+    elif layout.form != "heads":
         wiring = wiring.having(fast={"coefficients": None})
     # Bodies that XLA cannot read at once keep the packings of their codecs, also in a cache of form
     # "heads".

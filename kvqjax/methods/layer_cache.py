@@ -207,19 +207,22 @@ class SharedValues(NamedTuple):
 
 
 class Coefficients(NamedTuple):
-    """A body of coefficients in groups of neighbouring KV heads, as few queries on a CPU read it:
-    with tokens on the last axis, as stripes store them (kvqjax/cache/readers/coefficients.py).
+    """A body of coefficients in groups of neighbouring KV heads, as few queries on a CPU or GPU
+    read it (kvqjax/cache/readers/coefficients.py).
 
-    Attention sums coefficients, and the sums are mapped to values once a query."""
+    Keys are coefficients times a matrix, plus a mean. Attention sums the coefficients of keys "k"
+    and of values "v", and the sums, side by side, are mapped to values once a query."""
 
     groups: int  # G
     width: int  # N, the coefficients that are summed of a token and group
-    # Codes {source: {field: [B, W, S]}} -> coefficients {source: [B, G, R, S]}, times their scales.
+    # Of CPUs, whose stripes have tokens on the last axis: codes of all sources {source: {field:
+    # [B, W, S]}} -> coefficients {source: [B, G, R, S]}, times their scales.
+    read_last: Callable
+    # Of GPUs: (source, its codes {field: [B, S, W]}) -> coefficients [B, S, G, R], times their
+    # scales.
     read: Callable
-    # (constants, coefficients) -> keys [B, K, D, S] before RoPE
+    # constants -> the matrices [G, R, W/G] and the mean [G, W/G] that make keys before RoPE
     keys: Callable
-    # (coefficients, weights [B, G, X, S]) -> sums [B, G, X, N]
-    sums: Callable
     # (constants, means [B, T, H, N] of each query head's own group) -> values [B, T, H, D]
     finish: Callable
 

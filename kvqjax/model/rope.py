@@ -225,6 +225,14 @@ def unrotated(
     return _turned(x, _waves(_angles(-positions, config), 1.0))
 
 
+def waves_from_first(size: int, config: KVShape) -> Waves:
+    """Compute what `rotate` takes in place of positions, to turn `size` tokens that follow each
+    other as if the first of them had position 0. A query meets them that is turned back by the
+    first one's true position (`unrotated`). All rows and KV heads then share one table, [1, size,
+    P]."""
+    return _waves(_angles(jnp.arange(size)[None], config), pair_factors(config))
+
+
 def turned_from_first(x: Float[Array, "*B D S"], config: KVShape) -> Float[Array, "*B D S"]:
     """Turn the heads of S consecutive tokens, tokens on the last axis, as if the first of them had
     position 0. A query meets them that is turned back by the first one's true position

@@ -8,6 +8,7 @@ whole spans. Spans are taken where the rows are promised to hold fewer tokens to
 (`LengthBound.total`) than as many rows of the longest one's length. Parts are merged by
 log-sum-exp."""
 
+import functools
 import math
 import operator
 from collections.abc import Callable
@@ -17,8 +18,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
-from kvqjax.cache.layout import MOST_ROWS, RunLayout, few_block
+from kvqjax.cache.layout import MOST_ROWS, RunLayout, as_coefficients, few_block
 from kvqjax.cache.readers.blocks import put_into_carry
+from kvqjax.cache.readers.coefficients import direct_from
 from kvqjax.cache.state import Run, body_tokens
 from kvqjax.cache.view import (
     BodyCall,
@@ -32,6 +34,7 @@ from kvqjax.cache.view import (
     seen,
 )
 from kvqjax.methods.direct import PIECE, Direct, attend_whole, scaled, summed
+from kvqjax.model.rope import Waves, unrotated, waves_from_first
 from kvqjax.ops.attention import Partial, combined
 from kvqjax.ops.finite import saturated
 from kvqjax.ops.xla_workarounds import (
@@ -84,6 +87,11 @@ def attend_decoded(call: BodyCall, carry: Carry) -> tuple[Partial, Carry]:
     Returns:
         (attention to the body, the carry of this layer)."""
     run = call.view.run
+    if as_coefficients(call.ask):
+        form = run.wiring.fast.coefficients
+        assert form is not None  # or the body would not be read as coefficients
+        partial = _attend_parts(call, {})
+        return partial._replace(out=form.finish(call.view.constants, partial.out)), carry
     if not run.wiring.chain.carry:
         return _attend_parts(call, {}), carry
     batch, length, heads, _ = call.q.shape
@@ -177,6 +185,19 @@ def _attend_part(call: BodyCall, constants, part: Part, carry: Carry, after) -> 
     mixed = run.wiring.fast.mixed if is_few and not carry else None
     if part.rows is not None:
         q = q[part.rows]
+    # Tokens of a part follow each other, but for those of bodies that are dealt over devices. Then
+    # keys before RoPE are turned as if the first token had position 0, by one table for all rows
+    # and heads. XLA would compute a cosine and a sine for every number of every key.
+    waves: Waves | None = None
+    if run.wiring.fast.before_rope and run.deal.parts == 1 and run.shape.turning is not None:
+        first = jnp.broadcast_to(part.positions[:, :1], q.shape[:2])
+        q = unrotated(q, first, run.shape)
+        waves = given_to_gpus(waves_from_first(size, run.shape))
+    form = run.wiring.fast.coefficients
+    if form is not None and as_coefficients(call.ask):
+        payload = functools.partial(_payload, view, part)
+        direct = direct_from(form, view.constants, payload, after, waves, run.shape, dtype)
+        return _attend_whole(call, q, part, direct)
 
     def decode_part(after):
         """Decode the part once `after` has been computed: (payload, sources, (keys, values))."""
@@ -190,7 +211,8 @@ def _attend_part(call: BodyCall, constants, part: Part, carry: Carry, after) -> 
                 # Nothing uses the decoded keys then, so that XLA leaves their decoding out.
                 sources = sources | {"k": mixed.read(payload["k"])}
         sources = {name: saturated(x, view.new[name].dtype) for name, x in sources.items()}
-        return payload, sources, expanded(view, sources, part.positions, body=True)
+        positions = part.positions if waves is None else waves
+        return payload, sources, expanded(view, sources, positions, body=True)
 
     def scores(rows, _):
         """Compute the scores of query rows [B, K, X, D], as `Direct.scores`: one plane [B, K, X,
@@ -215,10 +237,15 @@ def _attend_part(call: BodyCall, constants, part: Part, carry: Carry, after) -> 
         rows = weights[0].astype(dtype).reshape(v.shape[0], v.shape[2], -1, v.shape[1])
         return summed(rows, jnp.swapaxes(v, 1, 2), piece).reshape(*weights[0].shape[:3], -1)
 
-    piece = math.gcd(PIECE, run.slots_here // 2)
-    direct = Direct(scores, values)
+    return _attend_whole(call, q, part, Direct(scores, values))
+
+
+def _attend_whole(call: BodyCall, q, part: Part, direct: Direct) -> Partial:
+    """Attend to a part by functions that read it themselves."""
+    piece = math.gcd(PIECE, call.view.run.slots_here // 2)
+    nothing: dict = {"k": {}, "v": {}}
     return attend_whole(
-        q, {"k": {}, "v": {}}, part.mask, direct, call.kv_heads, piece, softcap=call.ask.softcap
+        q, nothing, part.mask, direct, call.kv_heads, piece, softcap=call.ask.softcap
     )
 
 

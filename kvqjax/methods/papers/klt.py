@@ -161,30 +161,19 @@ def _wired(layer: Transformed, key: Klt, value: Klt, config: KVShape) -> Wiring:
 
     read_last = {"k": key.coefficients_last(width), "v": value.coefficients_last(width)}
 
-    def keys(constants, z):
-        """Make keys [B, K, D, S] of their coefficients [B, G, R, S]."""
-        of_keys = constants["k"]
-        back = jnp.swapaxes(of_keys["back"].astype(jnp.float32), 1, 2)
-        # One for every row: with the axis of rows in one factor alone, XLA would give the product
-        # another order of axes, and transpose it.
-        back = jnp.broadcast_to(back, (len(z["k"]), *back.shape))
-        k = jnp.einsum("bgwr,bgrs->bgws", back, z["k"], precision="highest")
-        k = k + of_keys["mean"].astype(jnp.float32).reshape(1, groups, size, 1)
-        return k.reshape(len(k), config.num_kv_heads, config.head_dim, -1)
+    read_by_source = {"k": read_keys, "v": read_values}
 
-    def sums(z, weights):
-        """Sum the coefficients of keys and values under weights [B, G, X, S]."""
-        sums_by_source = [
-            jnp.einsum("bgxs,bgrs->bgxr", weights, z[part], precision="highest") for part in "kv"
-        ]
-        return jnp.concatenate(sums_by_source, -1)
+    def matrices(constants):
+        """Give the matrices that make keys of coefficients, and the keys' mean."""
+        of_keys = constants["k"]
+        return of_keys["back"].astype(jnp.float32), of_keys["mean"].reshape(groups, size)
 
     coefficients = Coefficients(
         groups,
         numbers // groups,
         lambda codes: {part: read_last[part](codes[part]) for part in read_last},
-        keys,
-        sums,
+        lambda source, codes: read_by_source[source](codes),
+        matrices,
         finish_groups,
     )
     return Wiring(
