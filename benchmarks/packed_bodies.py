@@ -22,17 +22,21 @@ def spec_of(
     form: str, bits: int, kv_heads: int, target: str, head_dim: int = HEAD_DIM, short: bool = False
 ) -> PackedSpec:
     """Keys and values of `bits`: KIVI's keys after RoPE, KIVI*'s before, KVQuant's signposts
-    without outliers. `short`: with groups of 32."""
+    without outliers, or those of a rotated method. `short`: with groups of 32."""
     rope = (
-        None
-        if form == "kivi"
-        else Rope(tuple(5e5 ** (-i / head_dim) for i in range(0, head_dim, 2)))
+        Rope(tuple(5e5 ** (-i / head_dim) for i in range(0, head_dim, 2)))
+        if form in ("kivi_star", "kvquant")
+        else None
     )
     groups = {"key_group": GROUP, "value_group": head_dim, "datatype": "uniform"}
     if short:
         groups |= {"key_group": SHORT, "value_group": SHORT}
     if form == "kvquant":
         groups = {"key_group": 0, "value_group": kv_heads * head_dim, "datatype": "nuq"}
+    if form == "omniscale":
+        groups |= {"key_factors": 1}
+    if form == "oscar":
+        groups |= {"key_group": 0, "key_channels": head_dim}
     shape = {"kv_heads": kv_heads, "head_dim": head_dim, "target": target}
     return PackedSpec(key_bits=bits, value_bits=bits, rope=rope, **groups, **shape)
 

@@ -33,8 +33,12 @@ class Operands(NamedTuple):
 
     queries: Any  # [B, K, D, R] f32, holding bfloat16 numbers
     key_codes: tuple  # of [L, B, rows, K*D] u32
-    key_scale: Any  # [L, B, S/group, K*D] u16; with signposts [K, 2, 1, D] u16, scales and minima of all tokens
+    # [L, B, S/group, K*D] u16; with signposts [K, 2, 1, D] u16, scales and minima of all tokens
+    key_scale: Any
     key_low: Any  # minima, as key_scale; None with signposts
+    # of [L, B, 1 or K, S/64, 64] u16: the factor of each token's keys; or the scale and the minimum,
+    # in place of key_scale and key_low
+    key_tokens: tuple
     value_codes: tuple  # as key_codes
     value_scale: Any  # [L, B, slices of all heads, S/64, 64] u16
     value_low: Any  # minima, as value_scale
@@ -66,8 +70,9 @@ def memory(plan) -> Memory:
     codes = len(plan.plane_sets)
     # A barrier lets threads through after one arrival per copy.
     # Keys of a tile: words of each plane set, rotations of its groups with RoPE, scales and minima
-    # unless they hold for all tokens.
-    key_copies = codes + (1 if plan.spec.rope else 0) + (0 if plan.signposts else 2)
+    # of its groups, numbers of its tokens.
+    key_copies = codes + (1 if plan.spec.rope else 0) + (2 if plan.spec.key_group else 0)
+    key_copies += plan.key_numbers
     value_copies = codes + 2  # words of each plane set, scales, minima
     # With RoPE: the table of offsets, and scales that hold for all tokens.
     shared_copies = 2 if plan.signposts else 1

@@ -4,7 +4,8 @@
 The kernel reads bodies whose keys and values have the same number of bits: 2, 3 or 4.
 
 - KIVI: uniform codes after RoPE, with heads of 64 or 128 channels. Key groups have 128 tokens and
-  value groups a head's channels, or both 32.
+  value groups a head's channels, or both 32. OScaR: the same, with a factor for each token's keys.
+- OSCAR: uniform codes of such heads, with a scale and a minimum for each token and head.
 - KIVI*: heads of 128 channels before RoPE, and groups of 128.
 - KVQuant: signposts, heads of 128 channels before RoPE. Keys have scales per channel that hold for
   all tokens, values one scale per token. Bodies with outliers are not read.
@@ -52,7 +53,7 @@ def resident(spec: PackedSpec) -> int:
         The number that its registers and shared memory allow, by ptxas's report on the compiled
         kernels (benchmarks/records/gpu_registers.json)."""
     short = spec.value_group < CHANNELS  # twice the results of a product
-    return 3 if spec.plain and spec.key_bits != 3 and not short else 2
+    return 3 if spec.rope is None and spec.key_bits != 3 and not short else 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,9 +83,14 @@ class Plan:
         return tile_tokens(self.spec.key_bits)
 
     @property
+    def steps(self) -> int:
+        """Steps of a tile."""
+        return self.tile // STEP
+
+    @property
     def quads(self) -> int:
         """Quads of a tile."""
-        return self.tile // (STEPS * STEP)
+        return self.steps // STEPS
 
     @property
     def signposts(self) -> bool:
@@ -94,6 +100,17 @@ class Plan:
     def groups(self) -> int:
         """Key groups of a tile."""
         return 1 if self.signposts else self.tile // self.spec.key_group
+
+    @property
+    def key_numbers(self) -> int:
+        """Count the numbers of each token that are applied to its scores: 0, 1 (a factor), or 2 (a
+        scale and a minimum)."""
+        return 2 if self.spec.key_channels else min(1, self.spec.key_factors)
+
+    @property
+    def head_numbers(self) -> bool:
+        """Say whether each KV head of a token has such numbers of its own."""
+        return self.spec.key_channels > 0 or self.spec.key_factors > 1
 
     @property
     def slices(self) -> tuple[int, int]:
@@ -128,7 +145,10 @@ def _check(spec: PackedSpec) -> None:
         )
     groups = spec.key_group, spec.value_group
     if spec.rope is None:
-        fits = spec.plain and groups in PLAIN_GROUPS.get(spec.head_dim, ())
+        known = PLAIN_GROUPS.get(spec.head_dim, ())
+        if spec.key_channels == spec.head_dim and known:
+            known = ((0, spec.head_dim),)
+        fits = spec.datatype == "uniform" and groups in known
     elif spec.datatype == "nuq":
         fits = spec.head_dim == 128 and groups == (0, spec.width)
     else:
@@ -137,6 +157,8 @@ def _check(spec: PackedSpec) -> None:
         raise ValueError(f"head_dim, groups and rope of {spec}; this kernel has others")
     if spec.key_slots or spec.value_slots:
         raise ValueError("a body with outliers; this kernel has none")
+    if spec.value_factors or (spec.key_factors and (spec.rope or spec.key_channels)):
+        raise ValueError(f"factors of {spec}; this kernel has none there")
 
 
 def packed_attention(
@@ -181,10 +203,17 @@ def _attend(
 
 def _operands(queries, body: PackedBody, spec: PackedSpec) -> Operands:
     """Lay out the operands. No array of a body that grows with its tokens is copied."""
-    scale, low = (x.reshape(*x.shape[:3], -1, STEP) for x in (body.value_scale, body.value_low))
-    operands = Operands(
-        queries, body.key_codes, body.key_scale, body.key_low, body.value_codes, scale, low
-    )
+
+    def in_steps(x):
+        """Split the axis of tokens: [L, B, slices, S/64, 64]."""
+        return x.reshape(*x.shape[:3], -1, STEP)
+
+    by_channel, by_token = (body.key_scale, body.key_low), (body.key_factor,)
+    if spec.key_channels:
+        by_channel, by_token = (None, None), by_channel
+    tokens = tuple(in_steps(x) for x in by_token if x is not None)
+    values = body.value_codes, in_steps(body.value_scale), in_steps(body.value_low)
+    operands = Operands(queries, body.key_codes, *by_channel, tokens, *values)
     if spec.rope is not None:
         operands = operands._replace(
             turns=gpu_rope.turns(body, spec), offsets=gpu_rope.offsets(spec)

@@ -26,10 +26,8 @@ from kvqjax.pallas_kernels.gpu import lookup as gpu_lookup
 from kvqjax.pallas_kernels.gpu import unpack as gpu_unpack
 from kvqjax.pallas_kernels.gpu.parts import (
     CHANNELS,
-    ROWS,
     along,
-    load,
-    numbers,
+    numbers_of_rows,
     put_transposed,
     row_halves,
     tiled,
@@ -53,7 +51,7 @@ def memory(plan) -> Values:
     Returns:
         The declarations, in the places of the references."""
     slices, together = plan.slices
-    factors = plgpu.SMEM((1, 2, slices, plan.tile // STEP, STEP), jnp.uint16)
+    factors = plgpu.SMEM((1, 2, slices, plan.steps, STEP), jnp.uint16)
     shape = (1, STEPS, slices // together, together * plan.rows, STEP)
     return Values(gpu_keys.words(plan), factors, tiled(shape, jnp.bfloat16))
 
@@ -62,13 +60,11 @@ def copies(data, values: Values, plan, indices, tile):
     """List the copies that bring a tile's values to shared memory, as `keys.copies` does those of
     keys."""
     yield from gpu_keys.word_copies(data.value_codes, values.codes, plan, indices, tile)
-    layer, row, head = indices
-    steps = plan.tile // STEP
     # Heads may share a slice.
-    first = lax.div(head * plan.spec.head_dim, plan.spec.value_group)
-    slices, tokens = pl.ds(first, plan.slices[0]), pl.ds(tile * steps, steps)
-    for i, source in enumerate((data.value_scale, data.value_low)):
-        yield source.at[layer, row, slices, tokens], values.factors.at[0, i]
+    first = lax.div(indices[2] * plan.spec.head_dim, plan.spec.value_group)
+    slices = pl.ds(first, plan.slices[0])
+    sources = data.value_scale, data.value_low
+    yield from gpu_keys.token_copies(sources, values.factors, plan, indices, tile, slices)
 
 
 def write_weights(values: Values, plan, quad: Quad, scores, peak):
@@ -90,8 +86,7 @@ def write_weights(values: Values, plan, quad: Quad, scores, peak):
         total = total + weight
         for i in range(slices):
             places = (values.factors.at[j, i, quad.part * STEPS + step] for j in range(2))
-            factors = (numbers(load(x, ROWS, optimized=False)) for x in places)
-            scale, zero = (lax.broadcast_in_dim(x, weight.shape, [0]) for x in factors)
+            scale, zero = (numbers_of_rows(x, weight) for x in places)
             scaled_weight = (weight * scale).astype(jnp.bfloat16)
             rows = pl.ds(i % together * plan.rows, plan.rows)
             put_transposed(values.weights.at[step, i // together, rows], scaled_weight)

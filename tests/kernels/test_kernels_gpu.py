@@ -56,8 +56,19 @@ SHORT = {"key_group": 32, "value_group": 32}  # two groups of keys and of values
 TWO_SHORT = dataclasses.replace(TWO, **SHORT)
 FOUR_SHORT = dataclasses.replace(FOUR, kv_heads=2, head_dim=64, **SHORT)
 TWO_NARROW = dataclasses.replace(TWO, kv_heads=2, head_dim=64, value_group=64)
+# OScaR: a factor for all heads of a token; KVarN's keys have one for each head. OSCAR: a scale and
+# a minimum for each head of a token.
+FOUR_SCALED = dataclasses.replace(FOUR_SHORT, key_factors=1)
+FOUR_BY_TOKEN = dataclasses.replace(
+    FOUR, kv_heads=2, head_dim=64, value_group=64, key_group=0, key_channels=64
+)
 CASES = [
     (FOUR, {}, 2),
+    (FOUR_SCALED, {}, 2),
+    (dataclasses.replace(TWO_SHORT, kv_heads=2, key_factors=1), {}, 1),
+    (dataclasses.replace(FOUR, key_factors=1), {}, 2),
+    (FOUR_BY_TOKEN, {}, 2),
+    (dataclasses.replace(TWO, kv_heads=2, key_group=0, key_channels=128), {}, 1),
     (TWO, {}, 1),
     (THREE, {}, 1),
     (TWO_SHORT, {}, 1),
@@ -69,7 +80,7 @@ CASES = [
     (case_of(3, datatype="nuq", kv_heads=1), {}, 2),
     (case_of(4, datatype="nuq", kv_heads=1, slots=512, length=2), {"apart": 3}, 1),
 ]
-BY_DAY = (FOUR_SHORT, case_of(4, datatype="nuq", kv_heads=1, slots=512, length=2))
+BY_DAY = (FOUR_SCALED, FOUR_BY_TOKEN, case_of(4, datatype="nuq", kv_heads=1, slots=512, length=2))
 
 
 @pytest.fixture
