@@ -35,8 +35,9 @@ def spec_of(
         groups = {"key_group": 0, "value_group": kv_heads * head_dim, "datatype": "nuq"}
     if form == "omniscale":
         groups |= {"key_factors": 1}
-    if form == "oscar":
-        groups |= {"key_group": 0, "key_channels": head_dim}
+    if form in ("oscar", "turboquant"):
+        datatype = "uniform" if form == "oscar" else "nuq"
+        groups |= {"key_group": 0, "key_channels": head_dim, "datatype": datatype}
     shape = {"kv_heads": kv_heads, "head_dim": head_dim, "target": target}
     return PackedSpec(key_bits=bits, value_bits=bits, rope=rope, **groups, **shape)
 
@@ -61,6 +62,8 @@ def shapes(spec: PackedSpec, layers: int, batch: int, slots: int) -> PackedBody:
     else:
         key = shaped((spec.width,), jnp.float32)
     body = PackedBody(words(spec.key_bits), key, key, words(spec.value_bits), value, value)
+    if not spec.minima:
+        body = body._replace(key_low=None, value_low=None)
     if spec.rope is not None:
         body = body._replace(positions=shaped((slots // STRETCH,), jnp.int32))
     if spec.datatype == "nuq":

@@ -123,6 +123,11 @@ TABLE: dict[KernelForm, Row] = {
     KernelForm("oscar", 4, 4): _tpu(AHEAD, AHEAD, WHOLE) | HOPPER,
     KernelForm("oscar", 2, 2, 64): HOPPER,
     KernelForm("oscar", 4, 4, 64): HOPPER,
+    KernelForm("turboquant", 2, 2): HOPPER,
+    KernelForm("turboquant", 3, 3): HOPPER,
+    KernelForm("turboquant", 4, 4): HOPPER,
+    KernelForm("turboquant", 2, 2, 64): HOPPER,
+    KernelForm("turboquant", 4, 4, 64): HOPPER,
     KernelForm("kivi_star", 2, 2): _tpu(WHOLE, QUARTERS_IN_TURN, QUARTERS_IN_TURN) | HOPPER,
     KernelForm("kivi_star", 3, 3): _tpu(HALVES_IN_TURN, WHOLE, HALVES) | HOPPER,
     KernelForm("kivi_star", 4, 4): _tpu(EIGHTHS_IN_TURN, QUARTERS_IN_TURN, QUARTERS_IN_TURN)

@@ -37,11 +37,11 @@ class Operands(NamedTuple):
     key_scale: Any
     key_low: Any  # minima, as key_scale; None with signposts
     # of [L, B, 1 or K, S/64, 64] u16: the factor of each token's keys; or the scale and the minimum,
-    # in place of key_scale and key_low
+    # in place of key_scale and key_low; or the scale alone
     key_tokens: tuple
     value_codes: tuple  # as key_codes
     value_scale: Any  # [L, B, slices of all heads, S/64, 64] u16
-    value_low: Any  # minima, as value_scale
+    value_low: Any  # minima, as value_scale; None where there are none
     tables: Any = None  # [2, 8] u32: signposts of keys and of values
     turns: Any = None  # [S/128, D] f32
     offsets: Any = None  # [256, D/2] bf16
@@ -73,7 +73,7 @@ def memory(plan) -> Memory:
     # of its groups, numbers of its tokens.
     key_copies = codes + (1 if plan.spec.rope else 0) + (2 if plan.spec.key_group else 0)
     key_copies += plan.key_numbers
-    value_copies = codes + 2  # words of each plane set, scales, minima
+    value_copies = codes + plan.value_numbers  # words of each plane set, scales, minima
     # With RoPE: the table of offsets, and scales that hold for all tokens.
     shared_copies = 2 if plan.signposts else 1
     barriers = (plgpu.Barrier(num_arrivals=n) for n in (key_copies, value_copies, shared_copies))
@@ -115,7 +115,7 @@ def kernel(limits, data: Operands, smem: Memory, results, plan):
             data, smem, plan, (fetch_keys, fetch_values), quad, end, queries, limits, state
         )
 
-    state = gpu_parts.begin_state(STEP, plan.spec.head_dim, plan.rows, plan.slices[0])
+    state = gpu_parts.begin_state(STEP, plan.spec.head_dim, plan.rows, plan.low_slices)
     state = lax.fori_loop(begin * plan.quads, end * plan.quads, step, state)
     gpu_parts.finish(state, out.at[row, head, split], lse.at[row, head, split])
 

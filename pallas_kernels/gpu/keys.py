@@ -12,6 +12,10 @@ product, so that they are applied to its result:
     q . k = f ((q s) . (2^e + c) - 2^e sum(q s) + q . m)
     q . k = s (q . (2^e + c) - 2^e sum(q)) + m sum(q)
 
+Or codes stand for signposts v (`lookup`), and keys have a scale of their token alone (TurboQuant):
+
+    q . k = s (q . v)
+
 Every group of tokens has a scaled query q s. A product of 64 tokens lies in a group of 64 or 128
 tokens. Groups of 32 tokens are two to a product: the scaled queries of both stand side by side as
 its columns, and the upper rows take the results of one, the lower rows those of the other.
@@ -27,6 +31,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from kvqjax.pallas_kernels.gpu import lookup as gpu_lookup
 from kvqjax.pallas_kernels.gpu import unpack as gpu_unpack
 from kvqjax.pallas_kernels.gpu.parts import (
     COLUMNS,
@@ -211,25 +216,27 @@ def scores(keys: Keys, plan, quad: Quad, table) -> list:
     """Compute the scores of a quad, before the factor D^-1/2.
 
     Args:
-        table: Not used: uniform codes have no signposts.
+        table: A reference to the signposts' table (`lookup.table_words`); None for uniform codes.
 
     Returns:
         q . k of the tokens of every step, [64, R] each."""
-    del table
     bits = plan.spec.key_bits
     groups, together = _groups(plan)
     products = groups // together
-    constants = [_constants(keys, plan, quad, i) for i in range(products)]
     scaled = keys.scaled if plan.spec.key_group else keys.raw
     numbers_of_steps = [step * products // STEPS for step in range(STEPS)]
-    totals, zeros = zip(*(constants[number] for number in numbers_of_steps), strict=True)
-    out = [zeros[i] - gpu_unpack.base(i, bits) * totals[i] for i in range(STEPS)]
+    out: list[Any] = [0.0] * STEPS
+    totals = (None,) * STEPS
+    if not plan.signposts:  # these come without 2^e and without minima
+        constants = [_constants(keys, plan, quad, i) for i in range(products)]
+        totals, zeros = zip(*(constants[number] for number in numbers_of_steps), strict=True)
+        out = [zeros[i] - gpu_unpack.base(i, bits) * totals[i] for i in range(STEPS)]
     for first in range(0, plan.spec.head_dim, CHANNELS_AT_ONCE):
         lanes = pl.ds(first, CHANNELS_AT_ONCE)
         nibbles = gpu_unpack.key_nibbles([x.at[:, lanes] for x in keys.codes], bits, quad)
-        for step, number in enumerate(numbers_of_steps):
-            queries = scaled.at[number, :, lanes]
-            out[step] += product((gpu_unpack.codes(nibbles, step, bits), queries))
+        lefts = gpu_lookup.decode(nibbles, table, bits)
+        for step, (number, left) in enumerate(zip(numbers_of_steps, lefts, strict=True)):
+            out[step] += product((left, scaled.at[number, :, lanes]))
             # A step is finished before the codes of the next one are unpacked: with all steps
             # unfinished, the kernel for groups of 32 spills registers.
             if first + CHANNELS_AT_ONCE == plan.spec.head_dim:

@@ -6,6 +6,7 @@ The kernel reads bodies whose keys and values have the same number of bits: 2, 3
 - KIVI: uniform codes after RoPE, with heads of 64 or 128 channels. Key groups have 128 tokens and
   value groups a head's channels, or both 32. OScaR: the same, with a factor for each token's keys.
 - OSCAR: uniform codes of such heads, with a scale and a minimum for each token and head.
+- TurboQuant: signposts of such heads, with a scale for each token and head.
 - KIVI*: heads of 128 channels before RoPE, and groups of 128.
 - KVQuant: signposts, heads of 128 channels before RoPE. Keys have scales per channel that hold for
   all tokens, values one scale per token. Bodies with outliers are not read.
@@ -53,7 +54,9 @@ def resident(spec: PackedSpec) -> int:
         The number that its registers and shared memory allow, by ptxas's report on the compiled
         kernels (benchmarks/records/gpu_registers.json)."""
     short = spec.value_group < CHANNELS  # twice the results of a product
-    return 3 if spec.rope is None and spec.key_bits != 3 and not short else 2
+    looked_up = spec.datatype == "nuq"  # the numbers of four steps are in registers at a time
+    fewer = short or looked_up or spec.rope is not None or spec.key_bits == 3
+    return 2 if fewer else 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,9 +106,11 @@ class Plan:
 
     @property
     def key_numbers(self) -> int:
-        """Count the numbers of each token that are applied to its scores: 0, 1 (a factor), or 2 (a
-        scale and a minimum)."""
-        return 2 if self.spec.key_channels else min(1, self.spec.key_factors)
+        """Count the numbers of each token that are applied to its scores: 0, 1 (a factor, or a
+        scale), or 2 (a scale and a minimum)."""
+        if self.spec.key_channels:
+            return self.value_numbers
+        return min(1, self.spec.key_factors)
 
     @property
     def head_numbers(self) -> bool:
@@ -113,11 +118,22 @@ class Plan:
         return self.spec.key_channels > 0 or self.spec.key_factors > 1
 
     @property
+    def value_numbers(self) -> int:
+        """Count the numbers of a token's values in each slice: a scale, and a minimum where there
+        are minima."""
+        return 2 if self.spec.minima else 1
+
+    @property
     def slices(self) -> tuple[int, int]:
         """Count the slices of a head's channels that have value scales of their own, and those of
         one product."""
         slices = max(1, self.spec.head_dim // self.spec.value_group)
         return slices, max(1, CHANNELS // self.spec.value_group)
+
+    @property
+    def low_slices(self) -> int:
+        """Count the slices whose channels share a sum of minima (`parts.State.low`)."""
+        return self.slices[0] if self.spec.minima else 0
 
     def word_rows(self, tile, bits: int):
         """Slice the rows of words of a tile out of a plane set.
@@ -146,9 +162,12 @@ def _check(spec: PackedSpec) -> None:
     groups = spec.key_group, spec.value_group
     if spec.rope is None:
         known = PLAIN_GROUPS.get(spec.head_dim, ())
-        if spec.key_channels == spec.head_dim and known:
-            known = ((0, spec.head_dim),)
-        fits = spec.datatype == "uniform" and groups in known
+        fits = groups in known and spec.datatype == "uniform"
+        if spec.key_channels:
+            by_head = spec.key_channels == spec.head_dim and groups == (0, spec.head_dim)
+            fits = by_head and len(known) > 0
+    elif spec.key_channels:
+        fits = False
     elif spec.datatype == "nuq":
         fits = spec.head_dim == 128 and groups == (0, spec.width)
     else:
@@ -212,13 +231,17 @@ def _operands(queries, body: PackedBody, spec: PackedSpec) -> Operands:
     if spec.key_channels:
         by_channel, by_token = (None, None), by_channel
     tokens = tuple(in_steps(x) for x in by_token if x is not None)
-    values = body.value_codes, in_steps(body.value_scale), in_steps(body.value_low)
+    value_low = in_steps(body.value_low) if spec.minima else None
+    values = body.value_codes, in_steps(body.value_scale), value_low
     operands = Operands(queries, body.key_codes, *by_channel, tokens, *values)
     if spec.rope is not None:
         operands = operands._replace(
             turns=gpu_rope.turns(body, spec), offsets=gpu_rope.offsets(spec)
         )
     if body.signposts is not None:
+        tables = jnp.stack([table_words(x) for x in body.signposts])
+        operands = operands._replace(tables=tables)
+    if body.signposts is not None and spec.rope is not None:
         # Scales and minima of a channel hold for all tokens: [K, 2, 1, D], a slice for each KV
         # head.
         factors = jnp.stack([body.key_scale, body.key_low]).reshape(
@@ -227,6 +250,5 @@ def _operands(queries, body: PackedBody, spec: PackedSpec) -> Operands:
         operands = operands._replace(
             key_scale=to_bits(factors.swapaxes(0, 1).astype(jnp.bfloat16)),
             key_low=None,
-            tables=jnp.stack([table_words(x) for x in body.signposts]),
         )
     return operands

@@ -9,6 +9,8 @@ The first sum is a product of weights p s with unpacked codes. The second one is
 channels that share scales (`State.low` of `parts`). The 64 rows of a product are channels. Its
 inner dimension is 64 tokens.
 
+Signposts come without 2^e, and without minima the second sum is left out.
+
 A slice are the channels of a head that share a scale. Slices of 32 channels are two to a product:
 the weights of both stand side by side as its columns, and the upper rows take the results of one,
 the lower rows those of the other."""
@@ -39,7 +41,8 @@ class Values(NamedTuple):
     """Shared memory for the values of a tile."""
 
     codes: tuple  # of [1, 32, D] u32, one per plane set
-    factors: Any  # [1, 2, slices, steps, 64] u16: scales and minima of a tile's tokens
+    # [1, 2 or 1, slices, steps, 64] u16: scales, and minima where there are any, of a tile's tokens
+    factors: Any
     # [1, 4, products, R, 64] bf16: softmax weights times scales of a quad's tokens, for every
     # product with scales of its own; [2R, 64] for a product of two slices.
     weights: Any
@@ -51,7 +54,7 @@ def memory(plan) -> Values:
     Returns:
         The declarations, in the places of the references."""
     slices, together = plan.slices
-    factors = plgpu.SMEM((1, 2, slices, plan.steps, STEP), jnp.uint16)
+    factors = plgpu.SMEM((1, plan.value_numbers, slices, plan.steps, STEP), jnp.uint16)
     shape = (1, STEPS, slices // together, together * plan.rows, STEP)
     return Values(gpu_keys.words(plan), factors, tiled(shape, jnp.bfloat16))
 
@@ -63,7 +66,7 @@ def copies(data, values: Values, plan, indices, tile):
     # Heads may share a slice.
     first = lax.div(indices[2] * plan.spec.head_dim, plan.spec.value_group)
     slices = pl.ds(first, plan.slices[0])
-    sources = data.value_scale, data.value_low
+    sources = (data.value_scale, data.value_low)[: plan.value_numbers]
     yield from gpu_keys.token_copies(sources, values.factors, plan, indices, tile, slices)
 
 
@@ -77,20 +80,23 @@ def write_weights(values: Values, plan, quad: Quad, scores, peak):
 
     Returns:
         Two sums over the steps: of the weights p, [64, R], and of p m - 2^e p s, [64, R] for every
-        slice."""
+        slice; none without minima."""
     slices, together = plan.slices
     total = jnp.zeros_like(scores[0])
-    low = [total] * slices
+    low = [total] * plan.low_slices
     for step, score in enumerate(scores):
         weight = jnp.exp2(score - along(peak, score))  # [64, R]
         total = total + weight
         for i in range(slices):
-            places = (values.factors.at[j, i, quad.part * STEPS + step] for j in range(2))
-            scale, zero = (numbers_of_rows(x, weight) for x in places)
+            factors = values.factors.at[:, i, quad.part * STEPS + step]
+            scale, *zeros = (
+                numbers_of_rows(factors.at[j], weight) for j in range(plan.value_numbers)
+            )
             scaled_weight = (weight * scale).astype(jnp.bfloat16)
             rows = pl.ds(i % together * plan.rows, plan.rows)
             put_transposed(values.weights.at[step, i // together, rows], scaled_weight)
-            low[i] = low[i] + weight * zero
+            for zero in zeros:
+                low[i] = low[i] + weight * zero
             # What 2^e adds is taken off with the rounded numbers that the product has. Signposts
             # come without 2^e.
             if not plan.signposts:
@@ -117,11 +123,7 @@ def weigh(values: Values, plan, quad: Quad, table) -> tuple:
         first, entry = number * CHANNELS, number * (slices // together) // products
         words = [x.at[:, pl.ds(first, CHANNELS)] for x in values.codes]
         nibbles = gpu_unpack.value_nibbles(words, bits, quad)
-        if plan.signposts:
-            lefts = gpu_lookup.look_up(nibbles, table, bits)
-        else:  # a generator: the codes of one step at a time take fewer registers than those of all
-            lefts = (gpu_unpack.codes(nibbles, step, bits) for step in range(STEPS))
-        for step, left in enumerate(lefts):
+        for step, left in enumerate(gpu_lookup.decode(nibbles, table, bits)):
             plgpu.wgmma(acc, left, values.weights.at[step, entry].transpose((1, 0)))
             plgpu.wgmma_wait(0)
         return row_halves(acc[...], plan.rows)

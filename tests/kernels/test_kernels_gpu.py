@@ -56,12 +56,13 @@ SHORT = {"key_group": 32, "value_group": 32}  # two groups of keys and of values
 TWO_SHORT = dataclasses.replace(TWO, **SHORT)
 FOUR_SHORT = dataclasses.replace(FOUR, kv_heads=2, head_dim=64, **SHORT)
 TWO_NARROW = dataclasses.replace(TWO, kv_heads=2, head_dim=64, value_group=64)
-# OScaR: a factor for all heads of a token; KVarN's keys have one for each head. OSCAR: a scale and
-# a minimum for each head of a token.
+# OScaR: a factor for all heads of a token. OSCAR: a scale and a minimum for each head of a token.
+# TurboQuant: a scale alone.
 FOUR_SCALED = dataclasses.replace(FOUR_SHORT, key_factors=1)
 FOUR_BY_TOKEN = dataclasses.replace(
     FOUR, kv_heads=2, head_dim=64, value_group=64, key_group=0, key_channels=64
 )
+THREE_POINTS = dataclasses.replace(THREE, key_group=0, key_channels=128, datatype="nuq")
 CASES = [
     (FOUR, {}, 2),
     (FOUR_SCALED, {}, 2),
@@ -69,6 +70,9 @@ CASES = [
     (dataclasses.replace(FOUR, key_factors=1), {}, 2),
     (FOUR_BY_TOKEN, {}, 2),
     (dataclasses.replace(TWO, kv_heads=2, key_group=0, key_channels=128), {}, 1),
+    (THREE_POINTS, {}, 2),
+    (dataclasses.replace(TWO, key_group=0, key_channels=128, datatype="nuq"), {}, 1),
+    (dataclasses.replace(FOUR, key_group=0, key_channels=128, datatype="nuq"), {}, 1),
     (TWO, {}, 1),
     (THREE, {}, 1),
     (TWO_SHORT, {}, 1),
@@ -80,7 +84,12 @@ CASES = [
     (case_of(3, datatype="nuq", kv_heads=1), {}, 2),
     (case_of(4, datatype="nuq", kv_heads=1, slots=512, length=2), {"apart": 3}, 1),
 ]
-BY_DAY = (FOUR_SCALED, FOUR_BY_TOKEN, case_of(4, datatype="nuq", kv_heads=1, slots=512, length=2))
+BY_DAY = (
+    FOUR_SCALED,
+    FOUR_BY_TOKEN,
+    THREE_POINTS,
+    case_of(4, datatype="nuq", kv_heads=1, slots=512, length=2),
+)
 
 
 @pytest.fixture
@@ -235,7 +244,7 @@ def test_the_table_names_every_form():
     forms = [case_of(bits, datatype=form) for form in ("uniform", "nuq") for bits in (2, 3, 4)]
     forms = {form_of(case.spec) for case in (TWO, THREE, FOUR, *forms)}
     assert len(forms) == 9
-    forms |= {form_of(case.spec) for case in (TWO_SHORT, FOUR_SHORT, TWO_NARROW)}
+    forms |= {form_of(case.spec) for case, _, _ in CASES}
     # Those that ran on an H100 (docs/speed.md).
     run = {KernelForm("kivi", 2, 2), KernelForm("kivi", 4, 4), KernelForm("kvquant", 3, 3)}
     assert {support.lookup(form, "sm90").level for form in forms - run} == {"compiled"}
@@ -268,12 +277,22 @@ def test_coefficients_lower_for_cuda():
 
 
 @pytest.mark.nightly
-def test_a_chips_check_finds_the_coefficients_kernel_right(simulated, monkeypatch):
+@pytest.mark.parametrize(
+    ("text", "module"),
+    [
+        ("klt:bits=2,heads=own", gpu_klt),
+        ("omniscale:bits=2", gpu),
+        ("oscar:bits=2,rotate=hadamard", gpu),
+        ("turboquant:bits=2", gpu),
+        ("turboquant:bits=4", gpu),
+    ],
+)
+def test_a_chips_check_finds_a_kernel_right(simulated, monkeypatch, text, module):
     """The cache's own encoder fills the body, and its own attention reads it."""
     shape = dataclasses.replace(LLAMA31_8B, num_heads=4, num_kv_heads=1)
     layout = CacheLayout(
         shape=shape,
-        method=parse("klt:bits=2,heads=own"),
+        method=parse(text),
         capacity=2048,
         dtype="bfloat16",
         target="sm90",
@@ -284,7 +303,7 @@ def test_a_chips_check_finds_the_coefficients_kernel_right(simulated, monkeypatc
     def kernel(q, body, layer, start, stop, spec, without_kernel, trusted):
         calls.append(spec)
         with jax.disable_jit():
-            return gpu_klt.packed_attention(q, body, layer, start, stop, spec)
+            return module.packed_attention(q, body, layer, start, stop, spec)
 
     def by_kernel(trial):
         def attend(q):
@@ -299,5 +318,9 @@ def test_a_chips_check_finds_the_coefficients_kernel_right(simulated, monkeypatc
         candidate, "sm90", "heads", kernel=by_kernel, timed=lambda *_: Speed(1.0, 2.0), sizes=(700,)
     )
     assert verdict.outcome == "faster", verdict
-    assert verdict.error < 0.005
-    assert {spec.levels_text for spec in calls} == {"8x6 8x4 24x3 32x2 40x1 and 24x3 80x2 24x1"}
+    assert verdict.error > 0
+    assert calls
+    if module is gpu_klt:
+        assert verdict.error < 0.005
+        levels = {spec.levels_text for spec in calls}
+        assert levels == {"8x6 8x4 24x3 32x2 40x1 and 24x3 80x2 24x1"}
