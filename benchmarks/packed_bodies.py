@@ -35,6 +35,8 @@ def spec_of(
         groups = {"key_group": 0, "value_group": kv_heads * head_dim, "datatype": "nuq"}
     if form == "omniscale":
         groups |= {"key_factors": 1}
+    if form == "kvarn":
+        groups |= {"key_factors": kv_heads, "value_factors": True}
     if form in ("oscar", "turboquant"):
         datatype = "uniform" if form == "oscar" else "nuq"
         groups |= {"key_group": 0, "key_channels": head_dim, "datatype": datatype}

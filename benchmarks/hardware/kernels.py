@@ -31,6 +31,7 @@ METHODS = (
     "oscar:bits=2,rotate=hadamard",
     "turboquant:bits=2",
     "turboquant:bits=4",
+    "kvarn:bits=2",
     "kvquant:bits=3,outliers=0",
 )
 SHAPES = ((32768, 8), (131072, 1))

@@ -42,6 +42,7 @@ class Operands(NamedTuple):
     value_codes: tuple  # as key_codes
     value_scale: Any  # [L, B, slices of all heads, S/64, 64] u16
     value_low: Any  # minima, as value_scale; None where there are none
+    value_factors: tuple  # of [L, B, S/group, K*D] u16: the factors of channels, if there are any
     tables: Any = None  # [2, 8] u32: signposts of keys and of values
     turns: Any = None  # [S/128, D] f32
     offsets: Any = None  # [256, D/2] bf16
@@ -73,7 +74,8 @@ def memory(plan) -> Memory:
     # of its groups, numbers of its tokens.
     key_copies = codes + (1 if plan.spec.rope else 0) + (2 if plan.spec.key_group else 0)
     key_copies += plan.key_numbers
-    value_copies = codes + plan.value_numbers  # words of each plane set, scales, minima
+    # Values: words of each plane set, scales, minima, factors of channels.
+    value_copies = codes + plan.value_numbers + (1 if plan.spec.value_factors else 0)
     # With RoPE: the table of offsets, and scales that hold for all tokens.
     shared_copies = 2 if plan.signposts else 1
     barriers = (plgpu.Barrier(num_arrivals=n) for n in (key_copies, value_copies, shared_copies))

@@ -105,7 +105,8 @@ def copies(data, keys: Keys, plan, indices, tile):
         (source, target) of every copy."""
     yield from word_copies(data.key_codes, keys.codes, plan, indices, tile)
     if plan.spec.key_group:
-        yield from factor_copies(data, keys, plan, indices, tile)
+        sources = data.key_scale, data.key_low
+        yield from factor_copies(sources, keys.factors, plan, indices, tile)
     # Heads may share the numbers of a token.
     first = indices[2] if plan.head_numbers else 0
     yield from token_copies(data.key_tokens, keys.tokens, plan, indices, tile, pl.ds(first, 1))
@@ -127,20 +128,21 @@ def word_copies(sources: tuple, targets: tuple, plan, indices, tile):
         yield source.at[layer, row, plan.word_rows(tile, part), lanes], target.at[0]
 
 
-def factor_copies(data, keys, plan, indices, tile):
-    """List the copies of scales and minima of a tile's groups.
+def factor_copies(sources: tuple, target, plan, indices, tile):
+    """List the copies of numbers that each channel has for a group of a tile's tokens.
 
     Args:
-        keys: References to shared memory, which has `factors`.
+        sources: References to numbers, [L, B, S/group, K*D] each.
+        target: A reference to shared memory, [n, N, D], with a place for each source.
         indices: The numbers of layer, row and KV head.
 
     Yields:
-        (source, target) of the scales, then of the minima."""
+        (source, target) for every source."""
     layer, row, head = indices
     lanes = pl.ds(head * plan.spec.head_dim, plan.spec.head_dim)
     groups = pl.ds(tile * plan.groups, plan.groups)
-    for i, source in enumerate((data.key_scale, data.key_low)):
-        yield source.at[layer, row, groups, lanes], keys.factors.at[0, i]
+    for i, source in enumerate(sources):
+        yield source.at[layer, row, groups, lanes], target.at[0, i]
 
 
 def token_copies(sources: tuple, target, plan, indices, tile, slices):

@@ -7,6 +7,8 @@ The kernel reads bodies whose keys and values have the same number of bits: 2, 3
   value groups a head's channels, or both 32. OScaR: the same, with a factor for each token's keys.
 - OSCAR: uniform codes of such heads, with a scale and a minimum for each token and head.
 - TurboQuant: signposts of such heads, with a scale for each token and head.
+- KVarN: as OScaR in groups of 128, with factors of each token and head, and with factors of values
+  for each channel and group.
 - KIVI*: heads of 128 channels before RoPE, and groups of 128.
 - KVQuant: signposts, heads of 128 channels before RoPE. Keys have scales per channel that hold for
   all tokens, values one scale per token. Bodies with outliers are not read.
@@ -34,6 +36,7 @@ from kvqjax.pallas_kernels.gpu.unpack import STEP, STEPS
 from kvqjax.pallas_kernels.gpu.words import HALF
 from kvqjax.pallas_kernels.packed import PackedBody, PackedSpec, check
 
+GROUP = 128  # tokens for which channels of values may have factors
 # Channels of a head -> groups of keys (tokens) and of values (channels) after RoPE.
 PLAIN_GROUPS = {128: ((128, 128), (32, 32)), 64: ((128, 64), (32, 32))}
 
@@ -55,8 +58,8 @@ def resident(spec: PackedSpec) -> int:
         kernels (benchmarks/records/gpu_registers.json)."""
     short = spec.value_group < CHANNELS  # twice the results of a product
     looked_up = spec.datatype == "nuq"  # the numbers of four steps are in registers at a time
-    fewer = short or looked_up or spec.rope is not None or spec.key_bits == 3
-    return 2 if fewer else 3
+    more = short or looked_up or spec.value_factors or spec.rope is not None
+    return 2 if more or spec.key_bits == 3 else 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,8 +104,8 @@ class Plan:
 
     @property
     def groups(self) -> int:
-        """Key groups of a tile."""
-        return 1 if self.signposts else self.tile // self.spec.key_group
+        """Key groups of a tile; 1 where keys have no groups."""
+        return self.tile // self.spec.key_group if self.spec.key_group else 1
 
     @property
     def key_numbers(self) -> int:
@@ -133,7 +136,7 @@ class Plan:
     @property
     def low_slices(self) -> int:
         """Count the slices whose channels share a sum of minima (`parts.State.low`)."""
-        return self.slices[0] if self.spec.minima else 0
+        return self.slices[0] if self.spec.minima and not self.spec.value_factors else 0
 
     def word_rows(self, tile, bits: int):
         """Slice the rows of words of a tile out of a plane set.
@@ -176,7 +179,8 @@ def _check(spec: PackedSpec) -> None:
         raise ValueError(f"head_dim, groups and rope of {spec}; this kernel has others")
     if spec.key_slots or spec.value_slots:
         raise ValueError("a body with outliers; this kernel has none")
-    if spec.value_factors or (spec.key_factors and (spec.rope or spec.key_channels)):
+    plain = spec.rope is None and not spec.key_channels and spec.datatype == "uniform"
+    if (spec.key_factors and not plain) or (spec.value_factors and spec.key_group != GROUP):
         raise ValueError(f"factors of {spec}; this kernel has none there")
 
 
@@ -232,7 +236,8 @@ def _operands(queries, body: PackedBody, spec: PackedSpec) -> Operands:
         by_channel, by_token = (None, None), by_channel
     tokens = tuple(in_steps(x) for x in by_token if x is not None)
     value_low = in_steps(body.value_low) if spec.minima else None
-    values = body.value_codes, in_steps(body.value_scale), value_low
+    factors = () if body.value_factor is None else (body.value_factor,)
+    values = body.value_codes, in_steps(body.value_scale), value_low, factors
     operands = Operands(queries, body.key_codes, *by_channel, tokens, *values)
     if spec.rope is not None:
         operands = operands._replace(

@@ -11,11 +11,21 @@ inner dimension is 64 tokens.
 
 Signposts come without 2^e, and without minima the second sum is left out.
 
+Where channels have factors f of their own for each group of tokens (KVarN), the sums of a group are
+multiplied by them before they are added to those of other groups:
+
+    sum over groups of f (sum (p s) (2^e + c) - 2^e sum (p s) + sum p m)
+
+All channels need the second and third sum then, at the end of each group. These are products too,
+whose left operands have equal numbers: -2^e and 1.
+
 A slice are the channels of a head that share a scale. Slices of 32 channels are two to a product:
 the weights of both stand side by side as its columns, and the upper rows take the results of one,
 the lower rows those of the other."""
 
 import functools
+import itertools
+import operator
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -44,8 +54,10 @@ class Values(NamedTuple):
     # [1, 2 or 1, slices, steps, 64] u16: scales, and minima where there are any, of a tile's tokens
     factors: Any
     # [1, 4, products, R, 64] bf16: softmax weights times scales of a quad's tokens, for every
-    # product with scales of its own; [2R, 64] for a product of two slices.
+    # product with scales of its own; [2R, 64] for a product of two slices. With factors of channels
+    # the weights times minima are one more.
     weights: Any
+    channels: Any  # [1, 1, N, D] u16: factors of channels for the N groups of a tile; None without
 
 
 def memory(plan) -> Values:
@@ -55,8 +67,12 @@ def memory(plan) -> Values:
         The declarations, in the places of the references."""
     slices, together = plan.slices
     factors = plgpu.SMEM((1, plan.value_numbers, slices, plan.steps, STEP), jnp.uint16)
-    shape = (1, STEPS, slices // together, together * plan.rows, STEP)
-    return Values(gpu_keys.words(plan), factors, tiled(shape, jnp.bfloat16))
+    entries, channels = slices // together, None
+    if plan.spec.value_factors:
+        entries += 1
+        channels = plgpu.SMEM((1, 1, plan.groups, plan.spec.head_dim), jnp.uint16)
+    shape = (1, STEPS, entries, together * plan.rows, STEP)
+    return Values(gpu_keys.words(plan), factors, tiled(shape, jnp.bfloat16), channels)
 
 
 def copies(data, values: Values, plan, indices, tile):
@@ -68,6 +84,7 @@ def copies(data, values: Values, plan, indices, tile):
     slices = pl.ds(first, plan.slices[0])
     sources = (data.value_scale, data.value_low)[: plan.value_numbers]
     yield from gpu_keys.token_copies(sources, values.factors, plan, indices, tile, slices)
+    yield from gpu_keys.factor_copies(data.value_factors, values.channels, plan, indices, tile)
 
 
 def write_weights(values: Values, plan, quad: Quad, scores, peak):
@@ -80,7 +97,7 @@ def write_weights(values: Values, plan, quad: Quad, scores, peak):
 
     Returns:
         Two sums over the steps: of the weights p, [64, R], and of p m - 2^e p s, [64, R] for every
-        slice; none without minima."""
+        slice; none where `weigh` sums all, and without minima."""
     slices, together = plan.slices
     total = jnp.zeros_like(scores[0])
     low = [total] * plan.low_slices
@@ -95,6 +112,9 @@ def write_weights(values: Values, plan, quad: Quad, scores, peak):
             scaled_weight = (weight * scale).astype(jnp.bfloat16)
             rows = pl.ds(i % together * plan.rows, plan.rows)
             put_transposed(values.weights.at[step, i // together, rows], scaled_weight)
+            if plan.spec.value_factors:
+                put_transposed(values.weights.at[step, 1], (weight * zeros[0]).astype(jnp.bfloat16))
+                continue
             for zero in zeros:
                 low[i] = low[i] + weight * zero
             # What 2^e adds is taken off with the rounded numbers that the product has. Signposts
@@ -117,17 +137,39 @@ def weigh(values: Values, plan, quad: Quad, table) -> tuple:
     bits = plan.spec.value_bits
     slices, together = plan.slices
     products = plan.spec.head_dim // CHANNELS
+    # The steps of a sum: those of a group of tokens where channels have factors for it.
+    count = plan.spec.key_group // STEP if plan.spec.value_factors else STEPS
     wide = plgpu.ACC((CHANNELS, together * plan.rows), jnp.float32)
 
-    def run(acc, number: int):
-        first, entry = number * CHANNELS, number * (slices // together) // products
-        words = [x.at[:, pl.ds(first, CHANNELS)] for x in values.codes]
-        nibbles = gpu_unpack.value_nibbles(words, bits, quad)
-        for step, left in enumerate(gpu_lookup.decode(nibbles, table, bits)):
+    def run(acc, lefts, entry: int):
+        for step, left in lefts:
             plgpu.wgmma(acc, left, values.weights.at[step, entry].transpose((1, 0)))
+            if plan.spec.value_factors:
+                _add_shared(acc, values, plan, step)
             plgpu.wgmma_wait(0)
         return row_halves(acc[...], plan.rows)
 
-    return tuple(
-        pl.run_scoped(functools.partial(run, number=number), wide) for number in range(products)
-    )
+    sums = []
+    for number in range(products):
+        entry, lanes = number * (slices // together) // products, pl.ds(number * CHANNELS, CHANNELS)
+        nibbles = gpu_unpack.value_nibbles([x.at[:, lanes] for x in values.codes], bits, quad)
+        lefts = enumerate(gpu_lookup.decode(nibbles, table, bits))
+        parts = []
+        for group in range(STEPS // count):
+            steps = itertools.islice(lefts, count)
+            part = pl.run_scoped(functools.partial(run, lefts=steps, entry=entry), wide)
+            if plan.spec.value_factors:
+                place = quad.part * (STEPS // count) + group
+                part *= numbers_of_rows(values.channels.at[0, place, lanes], part)
+            parts.append(part)
+        sums.append(functools.reduce(operator.add, parts))
+    return tuple(sums)
+
+
+def _add_shared(acc, values: Values, plan, step: int) -> None:
+    """Add sum p m - 2^e sum (p s) of a step to all channels."""
+    numbers = -gpu_unpack.base(step, plan.spec.value_bits), 1.0
+    for entry, number in enumerate(numbers):
+        equal = jnp.full((CHANNELS, STEP), number, jnp.bfloat16)
+        left = plgpu.layout_cast(equal, plgpu.Layout.WGMMA)
+        plgpu.wgmma(acc, left, values.weights.at[step, entry].transpose((1, 0)))

@@ -57,12 +57,14 @@ TWO_SHORT = dataclasses.replace(TWO, **SHORT)
 FOUR_SHORT = dataclasses.replace(FOUR, kv_heads=2, head_dim=64, **SHORT)
 TWO_NARROW = dataclasses.replace(TWO, kv_heads=2, head_dim=64, value_group=64)
 # OScaR: a factor for all heads of a token. OSCAR: a scale and a minimum for each head of a token.
-# TurboQuant: a scale alone.
+# TurboQuant: a scale alone. KVarN: a factor for each head of a token, and for each channel of a
+# group's values.
 FOUR_SCALED = dataclasses.replace(FOUR_SHORT, key_factors=1)
 FOUR_BY_TOKEN = dataclasses.replace(
     FOUR, kv_heads=2, head_dim=64, value_group=64, key_group=0, key_channels=64
 )
 THREE_POINTS = dataclasses.replace(THREE, key_group=0, key_channels=128, datatype="nuq")
+TWO_BALANCED = dataclasses.replace(TWO_NARROW, key_factors=2, value_factors=True)
 CASES = [
     (FOUR, {}, 2),
     (FOUR_SCALED, {}, 2),
@@ -71,6 +73,8 @@ CASES = [
     (FOUR_BY_TOKEN, {}, 2),
     (dataclasses.replace(TWO, kv_heads=2, key_group=0, key_channels=128), {}, 1),
     (THREE_POINTS, {}, 2),
+    (TWO_BALANCED, {}, 2),
+    (dataclasses.replace(FOUR, key_factors=1, value_factors=True), {}, 1),
     (dataclasses.replace(TWO, key_group=0, key_channels=128, datatype="nuq"), {}, 1),
     (dataclasses.replace(FOUR, key_group=0, key_channels=128, datatype="nuq"), {}, 1),
     (TWO, {}, 1),
@@ -88,6 +92,7 @@ BY_DAY = (
     FOUR_SCALED,
     FOUR_BY_TOKEN,
     THREE_POINTS,
+    TWO_BALANCED,
     case_of(4, datatype="nuq", kv_heads=1, slots=512, length=2),
 )
 
@@ -285,6 +290,7 @@ def test_coefficients_lower_for_cuda():
         ("oscar:bits=2,rotate=hadamard", gpu),
         ("turboquant:bits=2", gpu),
         ("turboquant:bits=4", gpu),
+        ("kvarn:bits=2", gpu),
     ],
 )
 def test_a_chips_check_finds_a_kernel_right(simulated, monkeypatch, text, module):

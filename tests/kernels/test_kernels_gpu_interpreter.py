@@ -51,6 +51,7 @@ FORMS = [
     case_of(4, kv_heads=1, slots=512),
     case_of(2, datatype="nuq", kv_heads=1, slots=512),
     dataclasses.replace(SHORT, key_factors=1),
+    dataclasses.replace(CASE, key_factors=1, value_factors=True),
     dataclasses.replace(CASE, key_group=0, key_channels=128, datatype="nuq"),
 ]
 
