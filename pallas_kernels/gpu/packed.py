@@ -56,9 +56,13 @@ def resident(spec: PackedSpec) -> int:
     Returns:
         The number that its registers and shared memory allow, by ptxas's report on the compiled
         kernels (benchmarks/records/gpu_registers.json)."""
-    short = spec.value_group < CHANNELS  # twice the results of a product
-    looked_up = spec.datatype == "nuq"  # the numbers of four steps are in registers at a time
-    more = short or looked_up or spec.value_factors or spec.rope is not None
+    # Twice the results of a product.
+    short = spec.value_group < CHANNELS
+    # The signposts of four steps are in registers at a time.
+    looked_up = spec.datatype == "nuq"
+    # The sums of a group are apart from those of the groups before, for 64 channels each.
+    apart = spec.value_factors and spec.head_dim > CHANNELS
+    more = short or looked_up or apart or spec.rope is not None
     return 2 if more or spec.key_bits == 3 else 3
 
 
@@ -163,14 +167,11 @@ def _check(spec: PackedSpec) -> None:
             "this kernel has 2, 3 or 4 for both, bfloat16"
         )
     groups = spec.key_group, spec.value_group
-    if spec.rope is None:
-        known = PLAIN_GROUPS.get(spec.head_dim, ())
-        fits = groups in known and spec.datatype == "uniform"
-        if spec.key_channels:
-            by_head = spec.key_channels == spec.head_dim and groups == (0, spec.head_dim)
-            fits = by_head and len(known) > 0
-    elif spec.key_channels:
-        fits = False
+    if spec.key_channels:
+        by_head = spec.key_channels == spec.head_dim and groups == (0, spec.head_dim)
+        fits = spec.rope is None and by_head and spec.head_dim in PLAIN_GROUPS
+    elif spec.rope is None:
+        fits = spec.datatype == "uniform" and groups in PLAIN_GROUPS.get(spec.head_dim, ())
     elif spec.datatype == "nuq":
         fits = spec.head_dim == 128 and groups == (0, spec.width)
     else:

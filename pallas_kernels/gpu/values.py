@@ -106,22 +106,22 @@ def write_weights(values: Values, plan, quad: Quad, scores, peak):
         total = total + weight
         for i in range(slices):
             factors = values.factors.at[:, i, quad.part * STEPS + step]
-            scale, *zeros = (
+            scale, *minima = (
                 numbers_of_rows(factors.at[j], weight) for j in range(plan.value_numbers)
             )
             scaled_weight = (weight * scale).astype(jnp.bfloat16)
             rows = pl.ds(i % together * plan.rows, plan.rows)
             put_transposed(values.weights.at[step, i // together, rows], scaled_weight)
             if plan.spec.value_factors:
-                put_transposed(values.weights.at[step, 1], (weight * zeros[0]).astype(jnp.bfloat16))
-                continue
-            for zero in zeros:
-                low[i] = low[i] + weight * zero
-            # What 2^e adds is taken off with the rounded numbers that the product has. Signposts
-            # come without 2^e.
-            if not plan.signposts:
-                base = gpu_unpack.base(step, plan.spec.value_bits)
-                low[i] = low[i] - base * scaled_weight.astype(jnp.float32)
+                lowered = (weight * minima[0]).astype(jnp.bfloat16)
+                put_transposed(values.weights.at[step, 1], lowered)
+            elif plan.spec.minima:
+                low[i] = low[i] + weight * minima[0]
+                # What 2^e adds is taken off with the rounded numbers that the product has.
+                # Signposts come without 2^e.
+                if not plan.signposts:
+                    base = gpu_unpack.base(step, plan.spec.value_bits)
+                    low[i] = low[i] - base * scaled_weight.astype(jnp.float32)
     return total, tuple(low)
 
 
