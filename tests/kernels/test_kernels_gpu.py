@@ -18,10 +18,12 @@ from kernel_forms import case_of, inputs, name, rope, within
 from kvqjax import parse
 from kvqjax.cache import CacheLayout
 from kvqjax.cache.readers import kernel as kernel_reader
+from kvqjax.cache.runs import page_for
 from kvqjax.kernel_checks import trial as trial_module
 from kvqjax.kernel_checks.check import check
 from kvqjax.kernel_checks.compare import Speed
 from kvqjax.pallas_kernels import dispatch, reference, support
+from kvqjax.pallas_kernels.chips import TILE
 from kvqjax.pallas_kernels.forms import KernelForm, form_of
 from kvqjax.pallas_kernels.gpu import call as gpu_call
 from kvqjax.pallas_kernels.gpu import coefficients as gpu_coefficients
@@ -201,6 +203,9 @@ def test_refuses_what_it_does_not_read():
     case = dataclasses.replace(FOUR, key_group=32)
     with pytest.raises(ValueError, match="this kernel has others"):
         gpu.packed_attention(q, make_body(case)[0], 1, start, stop, case.spec)
+    case = dataclasses.replace(FOUR, **SHORT, key_factors=1, value_factors=True)
+    with pytest.raises(ValueError, match="factors of"):
+        gpu.packed_attention(q, make_body(case)[0], 1, start, stop, case.spec)
     case = case_of(4, datatype="nuq", kv_heads=1, slots=512, key_slots=2, length=2)
     q, body, _, _, start, stop = inputs(case)
     with pytest.raises(ValueError, match="outliers"):
@@ -258,10 +263,36 @@ def test_the_table_names_every_form():
     }
 
 
+def test_turboquant_has_a_kernel_on_gpus_alone():
+    """TPUs read it by XLA, from pages as short as without a kernel."""
+
+    def packed_of(text: str):
+        return parse(text).layer.build(LLAMA31_8B).fast.packed
+
+    spec = packed_of("turboquant:bits=2").spec
+    assert form_of(spec) == KernelForm("turboquant", 2, 2)
+    assert not spec.plain
+    paths = {
+        target: dispatch.path(dataclasses.replace(spec, target=target), 4, 4096, trusted=True)
+        for target in ("cpu", "v6e", "sm90")
+    }
+    assert paths == {"cpu": "reference", "v6e": "reference", "sm90": "gpu"}
+    for text in ("turboquant:form=vllm", "higgs:rope=post,group=head,rotate=signs"):
+        assert packed_of(text) is None
+    shared = {"shape": LLAMA31_8B, "capacity": 2048, "dtype": "bfloat16", "target": "v6e"}
+    pages = [
+        page_for(CacheLayout(method=parse(text), **shared))
+        for text in ("turboquant:bits=2", "kivi:bits=2")
+    ]
+    assert pages[0] < pages[1] == TILE
+
+
 @pytest.mark.parametrize(
     "case",
     [
         dataclasses.replace(TWO_SHORT, target="sm90"),
+        dataclasses.replace(TWO_BALANCED, target="sm90"),
+        dataclasses.replace(THREE_POINTS, target="sm90"),
         case_of(4, datatype="nuq", target="sm90"),
     ],
     ids=name,
