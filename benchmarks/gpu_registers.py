@@ -30,6 +30,15 @@ CASES = {
 CASES |= {f"kivi-{bits}-short": ("kivi", bits, 128, True) for bits in (2, 4)}
 CASES |= {f"kivi-{bits}-64": ("kivi", bits, 64, False) for bits in (2, 4)}
 CASES |= {f"kivi-{bits}-64-short": ("kivi", bits, 64, True) for bits in (2, 4)}
+# Rotated methods: OScaR as KIVI, the others with groups of a head's channels.
+CASES |= {
+    name.replace("kivi", "omniscale"): ("omniscale", *shape)
+    for name, (form, *shape) in CASES.items()
+    if form == "kivi"
+}
+for method in ("oscar", "turboquant", "kvarn"):
+    CASES |= {f"{method}-{bits}": (method, bits, 128, False) for bits in (2, 3, 4)}
+    CASES |= {f"{method}-{bits}-64": (method, bits, 64, False) for bits in (2, 4)}
 # Coefficients by KV head at these bits a channel, heads of 128 channels.
 KLT = {f"klt-{bits}": bits for bits in (2.0, 2.25, 2.375, 2.5, 3.0)}
 # Exact keys and values, and a window beside them: channels of a head, and query rows of a KV head.

@@ -23,17 +23,24 @@ def spec_of(
     form: str, bits: int, kv_heads: int, target: str, head_dim: int = HEAD_DIM, short: bool = False
 ) -> PackedSpec:
     """Keys and values of `bits`: KIVI's keys after RoPE, KIVI*'s before, KVQuant's signposts
-    without outliers. `short`: with groups of 32."""
+    without outliers, or those of a rotated method. `short`: with groups of 32."""
     rope = (
-        None
-        if form == "kivi"
-        else Rope(tuple(5e5 ** (-i / head_dim) for i in range(0, head_dim, 2)))
+        Rope(tuple(5e5 ** (-i / head_dim) for i in range(0, head_dim, 2)))
+        if form in ("kivi_star", "kvquant")
+        else None
     )
     groups = {"key_group": GROUP, "value_group": head_dim, "datatype": "uniform"}
     if short:
         groups |= {"key_group": SHORT, "value_group": SHORT}
     if form == "kvquant":
         groups = {"key_group": 0, "value_group": kv_heads * head_dim, "datatype": "nuq"}
+    if form == "omniscale":
+        groups |= {"key_factors": 1}
+    if form == "kvarn":
+        groups |= {"key_factors": kv_heads, "value_factors": True}
+    if form in ("oscar", "turboquant"):
+        datatype = "uniform" if form == "oscar" else "nuq"
+        groups |= {"key_group": 0, "key_channels": head_dim, "datatype": datatype}
     shape = {"kv_heads": kv_heads, "head_dim": head_dim, "target": target}
     return PackedSpec(key_bits=bits, value_bits=bits, rope=rope, **groups, **shape)
 
@@ -58,6 +65,8 @@ def shapes(spec: PackedSpec, layers: int, batch: int, slots: int) -> PackedBody:
     else:
         key = shaped((spec.width,), jnp.float32)
     body = PackedBody(words(spec.key_bits), key, key, words(spec.value_bits), value, value)
+    if not spec.minima:
+        body = body._replace(key_low=None, value_low=None)
     if spec.rope is not None:
         body = body._replace(positions=shaped((slots // STRETCH,), jnp.int32))
     if spec.datatype == "nuq":

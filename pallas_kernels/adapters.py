@@ -229,13 +229,38 @@ def _nuq_body(key: Nuq, value: Nuq, constants, stored, positions) -> PackedBody:
     return dense._replace(key_outliers=key_outliers, value_outliers=value_outliers)
 
 
-# ---- HIGGS ----
+# ---- HIGGS, and the scalar grids of TurboQuant ----
+
+
+def _points(key: Higgs, value: Higgs, rope: str, shape: KVShape) -> Packed | None:
+    """Rotated keys after RoPE and values, both as points of scalar grids, with one scale for each
+    token and head."""
+    parameters = [(spec.dim, spec.dtype, spec.group) for spec in (key, value)]
+    if rope == "pre" or parameters != [(1, key.dtype, shape.head_dim)] * 2:
+        return None
+    groups = {"key_group": 0, "key_channels": shape.head_dim, "value_group": shape.head_dim}
+    # x_hat = scale * point / sqrt(D): the root goes into the table.
+    points = [shipped_grid(spec.bits, 1)[:, 0] * shape.head_dim**-0.5 for spec in (key, value)]
+
+    def body(constants, stored, positions) -> PackedBody:
+        keys, values = stored["k"], stored["v"]
+        (key_scale,), (value_scale,) = keys["scale"], values["scale"]
+        tables = Signposts(*map(jnp.asarray, points))
+        return PackedBody(
+            keys["codes"], key_scale, None, values["codes"], value_scale, None, positions, tables
+        )
+
+    return Packed(_packed_spec(key, value, rope, shape, datatype="nuq", **groups), body)
 
 
 def _higgs(key: Higgs, value: CodecSpec, rope: str, shape: KVShape) -> Packed | None:
     """Keys before RoPE and values, both in pairs of channels and groups of a power of two whole
-    heads, without random signs, and with the transform in the codec."""
-    if not isinstance(value, Higgs) or rope != "pre" or key.rotated or value.rotated:
+    heads, without random signs, and with the transform in the codec. Or rotated ones (`_points`)."""
+    if not isinstance(value, Higgs) or key.rotated != value.rotated:
+        return None
+    if key.rotated:
+        return _points(key, value, rope, shape)
+    if rope != "pre":
         return None
     parameters = [(spec.dim, spec.seed, spec.dtype, spec.group) for spec in (key, value)]
     group = key.size(shape.kv_width)

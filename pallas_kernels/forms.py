@@ -38,7 +38,7 @@ class KernelForm:
         head_dim: Channels of a head.
         group: Groups of uniform codes (KIVI, OScaR, KVarN). 128: key groups of 128 tokens, value
             groups of one head's channels. 32: key groups of 32 tokens, value groups of 32 channels.
-            OSCAR's groups are a head's channels, whatever this says.
+            The groups of OSCAR and TurboQuant are a head's channels, whatever this says.
         outliers: Whether KVQuant keeps outliers."""
 
     method: str
@@ -78,15 +78,16 @@ def _packed_form(spec: PackedSpec) -> KernelForm | None:
     )
     if spec.scales != "bfloat16" or max(spec.key_slots, spec.value_slots) > MOST_SLOTS:
         return None
-    if spec.datatype == "nuq":
-        fits = spec.rope is not None and groups == (0, spec.width)
-        outliers = spec.key_slots > 0 or spec.value_slots > 0
-        return KernelForm("kvquant", *bits, spec.head_dim, outliers=outliers) if fits else None
+    outliers = spec.key_slots > 0 or spec.value_slots > 0
     factors, no_factors = (spec.key_factors, spec.value_factors), (0, False)
     if spec.key_channels:
         by_head = groups == (0, spec.head_dim) and spec.key_channels == spec.head_dim
-        fits = spec.rope is None and factors == no_factors and by_head
-        return KernelForm("oscar", *bits, spec.head_dim) if fits else None
+        fits = spec.rope is None and factors == no_factors and by_head and not outliers
+        method = "oscar" if spec.minima else "turboquant"
+        return KernelForm(method, *bits, spec.head_dim) if fits else None
+    if spec.datatype == "nuq":
+        fits = spec.rope is not None and groups == (0, spec.width)
+        return KernelForm("kvquant", *bits, spec.head_dim, outliers=outliers) if fits else None
     if factors == no_factors:
         method = "kivi" if spec.rope is None else "kivi_star"
     elif spec.rope is None and factors in ((1, False), (spec.kv_heads, True)):

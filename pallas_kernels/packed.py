@@ -8,7 +8,8 @@ There are two kinds of codes:
 - nuq (KVQuant, arXiv 2401.18079): x_hat = signpost[code] * scale + low. One table of 2^b signposts
   is for keys, another one for values. A channel of keys has a scale and a centre (`low`) that are
   constants of the layer. A value has those of its token. `key_slots` and `value_slots` outliers per
-  token replace what their codes say.
+  token replace what their codes say. Keys after RoPE and values may instead have one scale for each
+  token and head, and no minimum: x_hat = signpost[code] * scale (TurboQuant, arXiv 2504.19874).
 
 Uniform keys may be multiplied by factors of their token: one factor for all KV heads (OScaR), or
 one for each (KVarN). Values may then be multiplied by a factor for each channel and `key_group`
@@ -20,7 +21,7 @@ side: head h lies in lanes h*D to (h+1)*D - 1."""
 
 import dataclasses
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 from jaxtyping import Array, Float, Int, Shaped, UInt
@@ -63,12 +64,12 @@ class PackedBody(NamedTuple):
     (kvqjax.codecs.nuq_outliers)."""
 
     key_codes: tuple[UInt[Array, "L B ..."], ...]
-    key_scale: Shaped[Array, "L B S/key_group W"] | Float[Array, " W"]
     # [L, B, W/key_channels, S] of keys per token
-    key_low: Shaped[Array, "L B S/key_group W"] | Float[Array, " W"]
+    key_scale: Shaped[Array, "L B S/key_group W"] | Float[Array, " W"]
+    key_low: Any  # as key_scale; None where the spec has no `minima`
     value_codes: tuple[UInt[Array, "L B ..."], ...]
     value_scale: Shaped[Array, "L B W/value_group S"]
-    value_low: Shaped[Array, "L B W/value_group S"]
+    value_low: Any  # as value_scale; None likewise
     positions: Int[Array, " n"] | None = None
     signposts: Signposts | None = None
     key_outliers: UInt[Array, "L B _ S"] | None = None
@@ -161,6 +162,12 @@ class PackedSpec:
         return self.rope is None and self.datatype == "uniform" and not any(extras)
 
     @property
+    def minima(self) -> bool:
+        """Say whether codes have minima: signposts with a scale for each token and head lie around
+        0 (TurboQuant)."""
+        return self.datatype == "uniform" or not self.key_channels
+
+    @property
     def value_slice(self) -> int:
         """Channels that share both a KV head and a value scale: the width of one product with the
         values."""
@@ -200,13 +207,15 @@ def _expected_shapes(body: PackedBody, spec: PackedSpec, lead: tuple[int, ...]):
                 keys = words_shape(spec.kv_heads, spec.head_dim, part, slots)
                 shape = keys if name == "key" else (slots // 1024, spec.width, 32 * part)
             yield f"{name}_codes", words, (*lead, *shape)
-    for name in ("key_scale", "key_low"):
-        shape = (*lead, slots // spec.key_group, spec.width) if spec.key_group else (spec.width,)
-        if spec.key_channels:
-            shape = (*lead, spec.width // spec.key_channels, slots)
-        yield name, getattr(body, name), shape
-    yield "value_low", body.value_low, (*lead, spec.width // spec.value_group, slots)
-    yield "value_scale", body.value_scale, (*lead, spec.width // spec.value_group, slots)
+    shape = (*lead, slots // spec.key_group, spec.width) if spec.key_group else (spec.width,)
+    if spec.key_channels:
+        shape = (*lead, spec.width // spec.key_channels, slots)
+    of_values = (*lead, spec.width // spec.value_group, slots)
+    yield "key_scale", body.key_scale, shape
+    yield "value_scale", body.value_scale, of_values
+    if spec.minima:
+        yield "key_low", body.key_low, shape
+        yield "value_low", body.value_low, of_values
     if body.signposts is not None:
         yield "signposts.key", body.signposts.key, (2**spec.key_bits,)
         yield "signposts.value", body.signposts.value, (2**spec.value_bits,)
@@ -244,6 +253,8 @@ def check(
     if spec.rope is not None and (not count or slots % (spec.unit * count)):
         raise ValueError(f"positions: got {count} for {slots} slots; want stretches of {spec.unit}")
     for name, present in (
+        ("key_low", spec.minima),
+        ("value_low", spec.minima),
         ("signposts", spec.datatype == "nuq"),
         ("key_outliers", spec.key_slots > 0),
         ("value_outliers", spec.value_slots > 0),

@@ -8,9 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 from kernel_cases import BATCH, QUICK, Case, make_body, make_query, packed_codes, vectors
 
+from kvqjax.codecs.base import CodecSpec
+from kvqjax.codecs.higgs import Higgs
 from kvqjax.codecs.nuq import Nuq
 from kvqjax.codecs.nuq_range import channel_range
+from kvqjax.model.config import KVShape
 from kvqjax.ops.packing.base import to_bits
+from kvqjax.pallas_kernels.adapters import packed_form
 from kvqjax.pallas_kernels.packed import PackedBody, Rope, Signposts
 
 
@@ -80,7 +84,26 @@ def _signpost_body(case: Case, seed: int = 0):
     return body, key.reshape(shape), value.reshape(shape)
 
 
-def _stored(spec: Nuq, constants, x):
+def _points_body(case: Case, seed: int = 0):
+    """TurboQuant's, named by its adapter, whose spec is the case's."""
+    rng = np.random.default_rng(seed)
+    heads, dim = case.kv_heads, case.head_dim
+    key, value = (
+        Higgs(bits=bits, dim=1, group=dim, rotated=True, norm="corrected")
+        for bits in (case.key_bits, case.value_bits)
+    )
+    shape = KVShape(num_layers=1, num_heads=heads * case.group, num_kv_heads=heads, head_dim=dim)
+    packed = packed_form(key, value, "post", shape)
+    assert dataclasses.replace(packed.spec, target=case.target) == case.spec
+    stored, decoded = {}, []
+    for source, spec, offset in (("k", key, 3.0), ("v", value, 0.5)):
+        fields, x = _stored(spec, {}, vectors(rng, case, offset))
+        stored[source] = fields | {"scale": (fields["scale"],)}
+        decoded.append(x.reshape(BATCH, case.slots, heads, dim))
+    return packed.body({}, stored, None), *decoded
+
+
+def _stored(spec: CodecSpec, constants, x):
     """The fields of a body whose layer 1 holds `x` and whose layer 0 holds zeros, and what the
     codec decodes."""
     codec = spec.build(x.shape[-1])
@@ -112,7 +135,8 @@ def changed(case: Case, **options) -> Case:
 
 
 def inputs(case: Case, **place):
-    body, key, value = make_form(case, **place) if case.rope else make_body(case)
+    make = _points_body if case.datatype == "nuq" and case.key_channels else make_body
+    body, key, value = make_form(case, **place) if case.rope else make(case)
     q, start, stop = make_query(case)
     return q.astype(jnp.bfloat16).astype(jnp.float32), body, key, value, start, stop
 
@@ -121,4 +145,8 @@ def name(case: Case) -> str:
     form = {"uniform": "kivi" if case.rope is None else "kivi_star", "nuq": "kvquant"}[
         case.datatype
     ]
+    if case.key_factors:
+        form = "kvarn" if case.value_factors else "omniscale"
+    if case.key_channels:
+        form = "oscar" if case.datatype == "uniform" else "turboquant"
     return f"{form}{case.key_bits}"

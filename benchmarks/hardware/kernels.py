@@ -27,6 +27,12 @@ METHODS = (
     "kivi:bits=2,group=128",
     "kivi:bits=4,group=128",
     "kivi:bits=3,group=128",
+    "omniscale:bits=2",
+    "omniscale:bits=2,group=128",
+    "oscar:bits=2,rotate=hadamard",
+    "turboquant:bits=2",
+    "turboquant:bits=4",
+    "kvarn:bits=2",
     "kvquant:bits=3,outliers=0",
 )
 SHAPES = ((32768, 8), (131072, 1))

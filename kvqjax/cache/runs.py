@@ -70,6 +70,7 @@ from kvqjax.pallas_kernels.chips import TILE, family
 from kvqjax.pallas_kernels.exact import ExactSpec
 from kvqjax.pallas_kernels.forms import SPLASH, form_of
 from kvqjax.pallas_kernels.packed import PackedSpec
+from kvqjax.pallas_kernels.support import lookup
 
 LEAST_STRIPED = 4096  # slots: of shorter bodies, sums save less time than they take to compile
 MOST_TOKENS = 2**30  # sums of two such counts are still int32
@@ -440,12 +441,18 @@ def page_for(layout: CacheLayout) -> int:
     runs = runs_of(layout)
     least = LEAST_PAGE
     block = math.lcm(PLANE, *(run.block for run in runs))  # all runs have pages of one length
-    if family(layout.target) == "tpu" and any(run.wiring.fast.packed for run in runs):
+    if family(layout.target) == "tpu" and any(_has_kernel(run, layout.target) for run in runs):
         # A kernel's tile lies in one page. By estimate a grid step has an overhead of a third of a
         # microsecond, in which a v6e's memory brings the codes of 1000 keys and values of 1024
         # channels at 2 bits. Smaller tiles would wait for the grid.
         least = TILE
     return -(-least // block) * block
+
+
+def _has_kernel(run: RunLayout, target: str) -> bool:
+    """Say whether the table has a kernel of a chip for a run's body."""
+    packed = run.wiring.fast.packed
+    return packed is not None and lookup(form_of(packed.spec), target) is not None
 
 
 def _paged(layout: CacheLayout, runs: list[RunLayout]) -> tuple[RunLayout, ...]:

@@ -33,11 +33,16 @@ class Operands(NamedTuple):
 
     queries: Any  # [B, K, D, R] f32, holding bfloat16 numbers
     key_codes: tuple  # of [L, B, rows, K*D] u32
-    key_scale: Any  # [L, B, S/group, K*D] u16; with signposts [K, 2, 1, D] u16, scales and minima of all tokens
+    # [L, B, S/group, K*D] u16; with signposts [K, 2, 1, D] u16, scales and minima of all tokens
+    key_scale: Any
     key_low: Any  # minima, as key_scale; None with signposts
+    # of [L, B, 1 or K, S/64, 64] u16: the factor of each token's keys; or the scale and the minimum,
+    # in place of key_scale and key_low; or the scale alone
+    key_tokens: tuple
     value_codes: tuple  # as key_codes
     value_scale: Any  # [L, B, slices of all heads, S/64, 64] u16
-    value_low: Any  # minima, as value_scale
+    value_low: Any  # minima, as value_scale; None where there are none
+    value_factors: tuple  # of [L, B, S/group, K*D] u16: the factors of channels, if there are any
     tables: Any = None  # [2, 8] u32: signposts of keys and of values
     turns: Any = None  # [S/128, D] f32
     offsets: Any = None  # [256, D/2] bf16
@@ -66,9 +71,11 @@ def memory(plan) -> Memory:
     codes = len(plan.plane_sets)
     # A barrier lets threads through after one arrival per copy.
     # Keys of a tile: words of each plane set, rotations of its groups with RoPE, scales and minima
-    # unless they hold for all tokens.
-    key_copies = codes + (1 if plan.spec.rope else 0) + (0 if plan.signposts else 2)
-    value_copies = codes + 2  # words of each plane set, scales, minima
+    # of its groups, numbers of its tokens.
+    key_copies = codes + (1 if plan.spec.rope else 0) + (2 if plan.spec.key_group else 0)
+    key_copies += plan.key_numbers
+    # Values: words of each plane set, scales, minima, factors of channels.
+    value_copies = codes + plan.value_numbers + (1 if plan.spec.value_factors else 0)
     # With RoPE: the table of offsets, and scales that hold for all tokens.
     shared_copies = 2 if plan.signposts else 1
     barriers = (plgpu.Barrier(num_arrivals=n) for n in (key_copies, value_copies, shared_copies))
@@ -110,7 +117,7 @@ def kernel(limits, data: Operands, smem: Memory, results, plan):
             data, smem, plan, (fetch_keys, fetch_values), quad, end, queries, limits, state
         )
 
-    state = gpu_parts.begin_state(STEP, plan.spec.head_dim, plan.rows, plan.slices[0])
+    state = gpu_parts.begin_state(STEP, plan.spec.head_dim, plan.rows, plan.low_slices)
     state = lax.fori_loop(begin * plan.quads, end * plan.quads, step, state)
     gpu_parts.finish(state, out.at[row, head, split], lse.at[row, head, split])
 

@@ -20,7 +20,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, UInt
 
 from kvqjax.ops.packing.base import to_bits
-from kvqjax.pallas_kernels.gpu.unpack import ORDER
+from kvqjax.pallas_kernels.gpu import unpack as gpu_unpack
+from kvqjax.pallas_kernels.gpu.unpack import ORDER, STEPS
 from kvqjax.pallas_kernels.gpu.words import packed
 
 TABLE = 8  # words that hold the bytes of up to 16 signposts, the lower bytes first
@@ -106,3 +107,19 @@ def look_up(nibbles, table, bits: int) -> list:
         functools.partial(to_signposts, bits=bits), jnp.bfloat16, nibbles, scalars=words
     )
     return [signposts[ORDER[bits][step]] for step in range(len(signposts))]
+
+
+def decode(nibbles, table, bits: int):
+    """Decode a quad for products.
+
+    Args:
+        nibbles: The quad's 16-bit numbers (`unpack`), [64, N] or [N, 64].
+        table: A reference to the signposts' table; None for uniform codes.
+
+    Returns:
+        The signposts of the four steps in order, or 2^e + the codes (`unpack.base`), bfloat16, each
+        of the shape of `nibbles`."""
+    if table is not None:
+        return look_up(nibbles, table, bits)
+    # A generator: the codes of one step at a time take fewer registers than those of all.
+    return (gpu_unpack.codes(nibbles, step, bits) for step in range(STEPS))

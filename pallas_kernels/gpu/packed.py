@@ -4,7 +4,11 @@
 The kernel reads bodies whose keys and values have the same number of bits: 2, 3 or 4.
 
 - KIVI: uniform codes after RoPE, with heads of 64 or 128 channels. Key groups have 128 tokens and
-  value groups a head's channels, or both 32.
+  value groups a head's channels, or both 32. OScaR: the same, with a factor for each token's keys.
+- OSCAR: uniform codes of such heads, with a scale and a minimum for each token and head.
+- TurboQuant: signposts of such heads, with a scale for each token and head.
+- KVarN: as OScaR in groups of 128, with factors of each token and head, and with factors of values
+  for each channel and group.
 - KIVI*: heads of 128 channels before RoPE, and groups of 128.
 - KVQuant: signposts, heads of 128 channels before RoPE. Keys have scales per channel that hold for
   all tokens, values one scale per token. Bodies with outliers are not read.
@@ -32,6 +36,7 @@ from kvqjax.pallas_kernels.gpu.unpack import STEP, STEPS
 from kvqjax.pallas_kernels.gpu.words import HALF
 from kvqjax.pallas_kernels.packed import PackedBody, PackedSpec, check
 
+GROUP = 128  # tokens for which channels of values may have factors
 # Channels of a head -> groups of keys (tokens) and of values (channels) after RoPE.
 PLAIN_GROUPS = {128: ((128, 128), (32, 32)), 64: ((128, 64), (32, 32))}
 
@@ -51,8 +56,14 @@ def resident(spec: PackedSpec) -> int:
     Returns:
         The number that its registers and shared memory allow, by ptxas's report on the compiled
         kernels (benchmarks/records/gpu_registers.json)."""
-    short = spec.value_group < CHANNELS  # twice the results of a product
-    return 3 if spec.plain and spec.key_bits != 3 and not short else 2
+    # Twice the results of a product.
+    short = spec.value_group < CHANNELS
+    # The signposts of four steps are in registers at a time.
+    looked_up = spec.datatype == "nuq"
+    # The sums of a group are apart from those of the groups before, for 64 channels each.
+    apart = spec.value_factors and spec.head_dim > CHANNELS
+    more = short or looked_up or apart or spec.rope is not None
+    return 2 if more or spec.key_bits == 3 else 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,9 +93,14 @@ class Plan:
         return tile_tokens(self.spec.key_bits)
 
     @property
+    def steps(self) -> int:
+        """Steps of a tile."""
+        return self.tile // STEP
+
+    @property
     def quads(self) -> int:
         """Quads of a tile."""
-        return self.tile // (STEPS * STEP)
+        return self.steps // STEPS
 
     @property
     def signposts(self) -> bool:
@@ -92,8 +108,27 @@ class Plan:
 
     @property
     def groups(self) -> int:
-        """Key groups of a tile."""
-        return 1 if self.signposts else self.tile // self.spec.key_group
+        """Key groups of a tile; 1 where keys have no groups."""
+        return self.tile // self.spec.key_group if self.spec.key_group else 1
+
+    @property
+    def key_numbers(self) -> int:
+        """Count the numbers of each token that are applied to its scores: 0, 1 (a factor, or a
+        scale), or 2 (a scale and a minimum)."""
+        if self.spec.key_channels:
+            return self.value_numbers
+        return min(1, self.spec.key_factors)
+
+    @property
+    def head_numbers(self) -> bool:
+        """Say whether each KV head of a token has such numbers of its own."""
+        return self.spec.key_channels > 0 or self.spec.key_factors > 1
+
+    @property
+    def value_numbers(self) -> int:
+        """Count the numbers of a token's values in each slice: a scale, and a minimum where there
+        are minima."""
+        return 2 if self.spec.minima else 1
 
     @property
     def slices(self) -> tuple[int, int]:
@@ -101,6 +136,11 @@ class Plan:
         one product."""
         slices = max(1, self.spec.head_dim // self.spec.value_group)
         return slices, max(1, CHANNELS // self.spec.value_group)
+
+    @property
+    def low_slices(self) -> int:
+        """Count the slices whose channels share a sum of minima (`parts.State.low`)."""
+        return self.slices[0] if self.spec.minima and not self.spec.value_factors else 0
 
     def word_rows(self, tile, bits: int):
         """Slice the rows of words of a tile out of a plane set.
@@ -127,8 +167,11 @@ def _check(spec: PackedSpec) -> None:
             "this kernel has 2, 3 or 4 for both, bfloat16"
         )
     groups = spec.key_group, spec.value_group
-    if spec.rope is None:
-        fits = spec.plain and groups in PLAIN_GROUPS.get(spec.head_dim, ())
+    if spec.key_channels:
+        by_head = spec.key_channels == spec.head_dim and groups == (0, spec.head_dim)
+        fits = spec.rope is None and by_head and spec.head_dim in PLAIN_GROUPS
+    elif spec.rope is None:
+        fits = spec.datatype == "uniform" and groups in PLAIN_GROUPS.get(spec.head_dim, ())
     elif spec.datatype == "nuq":
         fits = spec.head_dim == 128 and groups == (0, spec.width)
     else:
@@ -137,6 +180,9 @@ def _check(spec: PackedSpec) -> None:
         raise ValueError(f"head_dim, groups and rope of {spec}; this kernel has others")
     if spec.key_slots or spec.value_slots:
         raise ValueError("a body with outliers; this kernel has none")
+    plain = spec.rope is None and not spec.key_channels and spec.datatype == "uniform"
+    if (spec.key_factors and not plain) or (spec.value_factors and spec.key_group != GROUP):
+        raise ValueError(f"factors of {spec}; this kernel has none there")
 
 
 def packed_attention(
@@ -181,15 +227,27 @@ def _attend(
 
 def _operands(queries, body: PackedBody, spec: PackedSpec) -> Operands:
     """Lay out the operands. No array of a body that grows with its tokens is copied."""
-    scale, low = (x.reshape(*x.shape[:3], -1, STEP) for x in (body.value_scale, body.value_low))
-    operands = Operands(
-        queries, body.key_codes, body.key_scale, body.key_low, body.value_codes, scale, low
-    )
+
+    def in_steps(x):
+        """Split the axis of tokens: [L, B, slices, S/64, 64]."""
+        return x.reshape(*x.shape[:3], -1, STEP)
+
+    by_channel, by_token = (body.key_scale, body.key_low), (body.key_factor,)
+    if spec.key_channels:
+        by_channel, by_token = (None, None), by_channel
+    tokens = tuple(in_steps(x) for x in by_token if x is not None)
+    value_low = in_steps(body.value_low) if spec.minima else None
+    factors = () if body.value_factor is None else (body.value_factor,)
+    values = body.value_codes, in_steps(body.value_scale), value_low, factors
+    operands = Operands(queries, body.key_codes, *by_channel, tokens, *values)
     if spec.rope is not None:
         operands = operands._replace(
             turns=gpu_rope.turns(body, spec), offsets=gpu_rope.offsets(spec)
         )
     if body.signposts is not None:
+        tables = jnp.stack([table_words(x) for x in body.signposts])
+        operands = operands._replace(tables=tables)
+    if body.signposts is not None and spec.rope is not None:
         # Scales and minima of a channel hold for all tokens: [K, 2, 1, D], a slice for each KV
         # head.
         factors = jnp.stack([body.key_scale, body.key_low]).reshape(
@@ -198,6 +256,5 @@ def _operands(queries, body: PackedBody, spec: PackedSpec) -> Operands:
         operands = operands._replace(
             key_scale=to_bits(factors.swapaxes(0, 1).astype(jnp.bfloat16)),
             key_low=None,
-            tables=jnp.stack([table_words(x) for x in body.signposts]),
         )
     return operands

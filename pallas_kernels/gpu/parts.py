@@ -227,6 +227,19 @@ def numbers(bits16):
     return lax.bitcast_convert_type(bits16, jnp.bfloat16).astype(jnp.float32)
 
 
+def numbers_of_rows(ref, like):
+    """Load a number for each row of a product, and repeat it on all columns.
+
+    Args:
+        ref: A reference to bits of bfloat16 numbers, [M] uint16.
+        like: An array of the shape that is wanted, [M, R].
+
+    Returns:
+        The numbers, [M, R] float32."""
+    vector = numbers(load(ref, ROWS, optimized=False))
+    return lax.broadcast_in_dim(vector, like.shape, [0])
+
+
 def row_index(shape: tuple[int, int]):
     """Number the rows of a product.
 

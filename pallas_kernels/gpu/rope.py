@@ -99,7 +99,8 @@ def copies(data, keys: Keys, plan, indices, tile):
     yield data.turns.at[pl.ds(tile * groups, groups)], keys.turns.at[0]
     yield from gpu_keys.word_copies(data.key_codes, keys.codes, plan, indices, tile)
     if not plan.signposts:
-        yield from gpu_keys.factor_copies(data, keys, plan, indices, tile)
+        sources = data.key_scale, data.key_low
+        yield from gpu_keys.factor_copies(sources, keys.factors, plan, indices, tile)
 
 
 def start(data, keys: Keys, plan, indices, queries, barrier) -> None:

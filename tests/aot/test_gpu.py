@@ -18,13 +18,19 @@ FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
 PLUGIN = "jax_plugins.xla_cuda13"
 FORMS = [f"{form}-{bits}" for form in ("kivi", "kivi_star", "kvquant") for bits in (2, 3, 4)]
 FORMS += [f"kivi-{bits}-{kind}" for bits in (2, 4) for kind in ("short", "64", "64-short")]
+FORMS += [name.replace("kivi", "omniscale") for name in FORMS if name.startswith("kivi-")]
+for method in ("oscar", "turboquant", "kvarn"):
+    FORMS += [f"{method}-{bits}" for bits in (2, 3, 4)]
+    FORMS += [f"{method}-{bits}-64" for bits in (2, 4)]
 # Coefficients by KV head, two programs up to 2.5 bits
 FORMS += [f"klt-{bits}" for bits in (2.0, 2.25, 2.375, 2.5)]
 # Programs of 128 threads that a multiprocessor must hold: 65536 registers and 228 KiB, of which a
 # program costs 1 more
-RESIDENT = dict.fromkeys(FORMS, 2) | dict.fromkeys(
-    ("kivi-2", "kivi-4", "kivi-2-64", "kivi-4-64"), 3
-)
+RESIDENT = dict.fromkeys(FORMS, 2)
+for bits in (2, 4):
+    for method in ("kivi", "omniscale", "oscar"):
+        RESIDENT |= {f"{method}-{bits}": 3, f"{method}-{bits}-64": 3}
+    RESIDENT[f"kvarn-{bits}-64"] = 3
 RESIDENT["klt-3.0"] = 1
 RESIDENT |= {f"exact-{dim}-r{rows}": n for dim in (64, 128, 256) for rows, n in ((8, 3), (32, 2))}
 

@@ -108,9 +108,10 @@ def test_every_chip_has_forms_to_check():
     }
     assert found["cpu"] == []
     assert [kernel.form for kernel in found["sm80"]] == [CUDNN]
-    # The kernel for transform coding has no form for TPUs.
+    # Transform coding and TurboQuant have no form for TPUs.
     gpus_alone = {CUDNN, KernelForm("klt")}
-    assert {one.form for one in found["v5e"]} > {one.form for one in found["sm90"]} - gpus_alone
+    gpus_alone |= {KernelForm("turboquant", bits, bits) for bits in (2, 3, 4)}
+    assert {one.form for one in found["v7x"]} > {one.form for one in found["sm90"]} - gpus_alone
     assert len({one.name for one in found["v7x"]}) == len(found["v7x"]) > 15
 
 

@@ -20,6 +20,7 @@ ROOT = Path(kvq.__file__).parent
 PAGE = Path(__file__).parents[2] / "docs" / "howto" / "method.md"
 DOORS = {"_public.py", "methods/__init__.py", "methods/registry.py"}
 KERNELS = {f"pallas_kernels/{name}.py" for name in ("adapters", "dispatch", "forms", "support")}
+FORM = {"pallas_kernels/forms.py", "pallas_kernels/support.py", "kernel_checks/report.py"}
 FAMILY = {"model/hf_families.py"}
 
 
@@ -72,7 +73,8 @@ def test_few_files_name_a_method_a_kernel_or_a_family():
         f"pallas_kernels/{name}.py"
         for name in ("higgs", "tpu/higgs", "tpu/higgs_kernel", "tpu/higgs_lookup", "tpu/higgs_plan")
     }
-    assert found == [DOORS | {"methods/papers/turboquant.py"}, KERNELS | own, FAMILY]
+    method = DOORS | FORM | {"methods/papers/turboquant.py"}
+    assert found == [method, KERNELS | own, FAMILY]
     said = re.findall(r"^\| .* \| (\d+): ", PAGE.read_text(encoding="utf-8"), flags=re.M)
     assert said == [str(len(files)) for files in found]
 
