@@ -39,6 +39,7 @@ CASES |= {
 for method in ("oscar", "turboquant", "kvarn"):
     CASES |= {f"{method}-{bits}": (method, bits, 128, False) for bits in (2, 3, 4)}
     CASES |= {f"{method}-{bits}-64": (method, bits, 64, False) for bits in (2, 4)}
+CASES |= {f"kivi-{bits}-256": ("kivi", bits, 256, False) for bits in (2, 4)}
 # Coefficients by KV head at these bits a channel, heads of 128 channels.
 KLT = {f"klt-{bits}": bits for bits in (2.0, 2.25, 2.375, 2.5, 3.0)}
 # Exact keys and values, and a window beside them: channels of a head, and query rows of a KV head.

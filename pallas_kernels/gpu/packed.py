@@ -3,8 +3,9 @@
 
 The kernel reads bodies whose keys and values have the same number of bits: 2, 3 or 4.
 
-- KIVI: uniform codes after RoPE, with heads of 64 or 128 channels. Key groups have 128 tokens and
-  value groups a head's channels, or both 32. OScaR: the same, with a factor for each token's keys.
+- KIVI: uniform codes after RoPE, with heads of 64, 128 or 256 channels. Key groups have 128 tokens
+  and value groups a head's channels, or both 32 (not with 256 channels). OScaR: the same for heads
+  of 64 and 128 channels, with a factor for each token's keys.
 - OSCAR: uniform codes of such heads, with a scale and a minimum for each token and head.
 - TurboQuant: signposts of such heads, with a scale for each token and head.
 - KVarN: as OScaR in groups of 128, with factors of each token and head, and with factors of values
@@ -38,7 +39,9 @@ from kvqjax.pallas_kernels.packed import PackedBody, PackedSpec, check
 
 GROUP = 128  # tokens for which channels of values may have factors
 # Channels of a head -> groups of keys (tokens) and of values (channels) after RoPE.
-PLAIN_GROUPS = {128: ((128, 128), (32, 32)), 64: ((128, 64), (32, 32))}
+# Heads of 256 channels in groups of 32 spill registers at 2 bits, and at 4 a multiprocessor holds one
+# program.
+PLAIN_GROUPS = {256: ((128, 256),), 128: ((128, 128), (32, 32)), 64: ((128, 64), (32, 32))}
 
 
 def tile_tokens(bits: int) -> int:
@@ -62,7 +65,8 @@ def resident(spec: PackedSpec) -> int:
     looked_up = spec.datatype == "nuq"
     # The sums of a group are apart from those of the groups before, for 64 channels each.
     apart = spec.value_factors and spec.head_dim > CHANNELS
-    more = short or looked_up or apart or spec.rope is not None
+    wide = spec.head_dim > GROUP
+    more = short or looked_up or apart or wide or spec.rope is not None
     return 2 if more or spec.key_bits == 3 else 3
 
 
@@ -169,7 +173,7 @@ def _check(spec: PackedSpec) -> None:
     groups = spec.key_group, spec.value_group
     if spec.key_channels:
         by_head = spec.key_channels == spec.head_dim and groups == (0, spec.head_dim)
-        fits = spec.rope is None and by_head and spec.head_dim in PLAIN_GROUPS
+        fits = spec.rope is None and by_head and spec.head_dim in (64, 128)
     elif spec.rope is None:
         fits = spec.datatype == "uniform" and groups in PLAIN_GROUPS.get(spec.head_dim, ())
     elif spec.datatype == "nuq":

@@ -22,6 +22,7 @@ FORMS += [name.replace("kivi", "omniscale") for name in FORMS if name.startswith
 for method in ("oscar", "turboquant", "kvarn"):
     FORMS += [f"{method}-{bits}" for bits in (2, 3, 4)]
     FORMS += [f"{method}-{bits}-64" for bits in (2, 4)]
+FORMS += ["kivi-2-256", "kivi-4-256"]
 # Coefficients by KV head, two programs up to 2.5 bits
 FORMS += [f"klt-{bits}" for bits in (2.0, 2.25, 2.375, 2.5)]
 # Programs of 128 threads that a multiprocessor must hold: 65536 registers and 228 KiB, of which a
@@ -73,6 +74,8 @@ def test_compiles_for_hopper_without_spills_or_copies():
         # A body of coefficients has 16 MB and more; its scales are copied as float32, 2 MB, and a
         # head has 256 sums instead of 128 channels.
         # An exact body's layer has 67 MB and more; 32 query rows have four times the results.
-        most = {"klt": 5e6, "exact": 1e7}.get(name.split("-")[0], 2e6)
+        # Heads of 256 channels have twice the results of 128.
+        usual = 4e6 if name.endswith("-256") else 2e6
+        most = {"klt": 5e6, "exact": 1e7}.get(name.split("-")[0], usual)
         assert row["temp_bytes"] < most, name
         assert row["argument_bytes"] == record[name]["argument_bytes"], name

@@ -94,6 +94,7 @@ CASES = [
     (TWO_SHORT, {}, 1),
     (FOUR_SHORT, {}, 2),
     (TWO_NARROW, {}, 1),
+    (dataclasses.replace(FOUR, head_dim=256, value_group=256), {}, 2),
     (case_of(2, kv_heads=1, rope=rope(500_000.0, 128, 1.2)), {"first": 300_003, "apart": 1}, 2),
     (case_of(4, kv_heads=1, slots=512), {}, 1),
     (case_of(2, datatype="nuq", slots=512), {"first": 100_001}, 1),
