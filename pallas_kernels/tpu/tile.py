@@ -86,9 +86,10 @@ def order_scales(refs, plan, tile):
         values of every stretch, then the rows of keys of every stretch."""
         product = dot(rows, refs.onehot[:, aligned(part, part_lanes)], 0)
         for i in range(stretches):
-            # Counted in columns of 128 lanes: within this step's tokens, and in all.
-            of_step = i * (plan.period // LANES) + part * (part_lanes // LANES)
-            column = number * (width // LANES) + of_step
+            # Columns of 128 lanes before this step's tokens, and before this part of them.
+            of_earlier_steps = number * (width // LANES)
+            of_earlier_parts = i * (plan.period // LANES) + part * (part_lanes // LANES)
+            column = of_earlier_steps + of_earlier_parts
             values = product[2 * i * count : 2 * (i + 1) * count]
             first_key = 2 * count * stretches + i * key_count
             keys = product[first_key : first_key + key_count]
