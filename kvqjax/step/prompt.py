@@ -138,9 +138,9 @@ def far(q: Float[Array, "B T H D"], prompt: Prompt, chunk: int) -> Partial:
         first = jnp.asarray(start, jnp.int32)[number][:, None]
         last = jnp.asarray(stop, jnp.int32)[number][:, None]
         places = places[None]
-        of_piece = (places >= first) & (places < last)
-        is_valid = places < prompt.counts[:, None]
-        return of_piece[None] & is_valid[:, None]
+        of_piece = ((places >= first) & (places < last))[None]
+        is_valid = (places < prompt.counts[:, None])[:, None]
+        return of_piece & is_valid
 
     # All pairs (chunk of queries, tile of keys) in which any piece sees a key. A chunk's first
     # piece reaches back furthest, its last piece furthest ahead.
