@@ -465,11 +465,12 @@ def load(
     folder = locate(name)
     check_counts(rope_length=rope_length)
     config = read_config(folder, rope_length)
-    rules = None
-    place = sharding
     if isinstance(sharding, Placement):
         rules = sharding
         place = sharding.placement
+    else:
+        rules = None
+        place = sharding
     bits = CODED_WEIGHTS[weights] if weights else None
     layers = layers or stored_layers(jax.default_backend(), config, compute)
     params = load_params(folder, config, compute, place, bits, layers=layers, text_only=text_only)
