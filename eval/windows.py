@@ -79,7 +79,8 @@ def windows(
     Raises:
         UserError: for a text that is shorter than one window.
     """
-    count = min(len(ids), max(tokens or len(ids), length)) // length
+    used = min(len(ids), max(tokens or len(ids), length))
+    count = used // length
     if count == 0:
         raise UserError(f"the text has {len(ids)} tokens, fewer than one window of {length}")
     out = np.array(ids[: count * length], np.int32).reshape(count, length)
@@ -123,7 +124,8 @@ def score_chunk(
     Returns:
         The sums over these predictions.
     """
-    scores, weight = token_scores(logits, reference, targets), valid.astype(jnp.float32)
+    scores = token_scores(logits, reference, targets)
+    weight = valid.astype(jnp.float32)
 
     def total(x: Array) -> Array:
         return (x.astype(jnp.float32) * weight).sum()
@@ -163,21 +165,23 @@ def score_windows(
     Returns:
         The sums, one entry per chunk.
     """
-    rows, models = len(batch), (model, reference)
-    caches = tuple(empty_cache(m, layout, rows) for m, layout in zip(models, layouts, strict=True))
+    rows = len(batch)
+    models = (model, reference)
+    caches = []
+    for each, layout in zip(models, layouts, strict=True):
+        caches.append(empty_cache(each, layout, rows))
     if exact_prefix:
-        start = jnp.full((rows,), exact_prefix, jnp.int32)
-        caches = tuple(
-            prefill(m, batch[:, :exact_prefix], start, c)[1]
-            for m, c in zip(models, caches, strict=True)
-        )
+        lengths = jnp.full((rows,), exact_prefix, jnp.int32)
+        for number, each in enumerate(models):
+            _, caches[number] = prefill(each, batch[:, :exact_prefix], lengths, caches[number])
     tokens = batch[:, exact_prefix:]
     counts = jnp.full((rows,), tokens.shape[1], jnp.int32)
 
     def score(logits, targets, valid):
         return score_chunk(logits[0], logits[1], targets, valid)
 
-    return through(models, caches, tokens, counts, chunk, score, max(0, scored_from - exact_prefix))
+    first_scored = max(0, scored_from - exact_prefix)
+    return through(models, tuple(caches), tokens, counts, chunk, score, first_scored)
 
 
 def cache_layouts(
@@ -187,7 +191,8 @@ def cache_layouts(
     apply to the first one only."""
     exact_kernels = "off" if kernels == "off" else "auto"
     coded = planned_layout(model, method, rows, length, kernels=kernels)
-    return coded, planned_layout(reference, exact(), rows, length, kernels=exact_kernels)
+    uncoded = planned_layout(reference, exact(), rows, length, kernels=exact_kernels)
+    return coded, uncoded
 
 
 def check_mode(mode: str, chunk: int, window: int) -> str:
@@ -200,7 +205,9 @@ def check_mode(mode: str, chunk: int, window: int) -> str:
         raise UserError(
             f"chunk={chunk} and window={window}; at least 1 and {least} tokens are needed"
         )
-    return f"prefill-exact-chunk{chunk}" if mode == "prefill" else f"in-the-loop-chunk{chunk}"
+    if mode == "prefill":
+        return f"prefill-exact-chunk{chunk}"
+    return f"in-the-loop-chunk{chunk}"
 
 
 # --- Over all tokens
@@ -250,21 +257,24 @@ def perplexity(
     check_model(model)
     check_counts(chunk=chunk, window=window, batch=batch, context=context)
     check_integer("tokens", tokens, 0)
-    method, chosen = parse(method), style(cut)
-    chunk = chosen.chunk if chunk is None else chunk
-    window = chosen.length if window is None else window
+    method = parse(method)
+    chosen = style(cut)
+    if chunk is None:
+        chunk = chosen.chunk
+    if window is None:
+        window = chosen.length
     name = check_mode(mode, chunk, window)
     if chosen.half and window < 3:
         raise UserError(
             f"window={window}; of windows cut as {cut} the second half is scored: wanted 3 tokens at least"
         )
-    pieces = windows(
-        token_ids(model, texts), window, tokens, model.config.bos_id if chosen.bos else None
-    )
+    bos = model.config.bos_id if chosen.bos else None
+    pieces = windows(token_ids(model, texts), window, tokens, bos)
     prefix = window // 2 if mode == "prefill" else 0
     scored_from = window // 2 if chosen.half else 0
     plain = model.replace(constants=())
-    parts, klds = [], []
+    parts = []  # of each batch, all sums of `Sums`
+    klds = []
     for start in range(0, len(pieces), batch):
         piece = jnp.asarray(pieces[start : start + batch])
         layouts = cache_layouts(model, plain, method, piece.shape[0], piece.shape[1], kernels)
@@ -296,8 +306,10 @@ def encoded_from(model: Model, method: Method, capacity: int) -> int:
     """Find the first step that attends to encoded tokens in every layer. Before it, sinks and
     windows hold all tokens of some layer."""
     cache = jax.eval_shape(lambda: init_cache(model.replace(rules=None), method, 1, capacity))
-    clocks = [clock for run in runs_of(cache.layout) for clock in run.wiring.storage.clocks]
-    return method.sinks + max(clock.window + clock.unit for clock in clocks)
+    stays = []  # tokens that a clock keeps exact at most
+    for run in runs_of(cache.layout):
+        stays += [clock.window + clock.unit for clock in run.wiring.storage.clocks]
+    return method.sinks + max(stays)
 
 
 def growth(kld: list[float], starts: list[int], encoded: int) -> float | None:
@@ -312,15 +324,17 @@ def growth(kld: list[float], starts: list[int], encoded: int) -> float | None:
         The ratio. None if no span before the last one begins at `encoded` or later, or if that
         span's divergence is only rounding.
     """
-    first = next(
-        (value for value, start in zip(kld[:-1], starts, strict=False) if start >= encoded), 0.0
-    )
+    first = 0.0
+    for value, start in zip(kld[:-1], starts, strict=False):
+        if start >= encoded:
+            first = value
+            break
     return kld[-1] / first if first > ROUNDING else None
 
 
 def check_drift(chunk: int, window: int) -> str:
-    """The name under which reports carry a drift. Raises UserError for a chunk that holds more than
-    the whole decode: its tokens would see each other exactly, however long it is."""
+    """Give the name under which reports carry a drift. Raises UserError for a chunk that holds more
+    than the whole decode: its tokens would see each other exactly, however long it is."""
     name = check_mode("loop", chunk, window)
     if chunk > window:
         raise UserError(
@@ -366,24 +380,24 @@ def drift(
     check_model(model)
     check_counts(chunk=chunk, window=window, bins=bins)
     check_integer("tokens", tokens, 0)
-    method, name = parse(method), check_drift(chunk, window)
+    method = parse(method)
+    name = check_drift(chunk, window)
     pieces = windows(token_ids(model, texts), window, tokens)
     plain = model.replace(constants=())
     layouts = cache_layouts(model, plain, method, 1, pieces.shape[1], kernels)
     parts = []
     for number, piece in enumerate(pieces):
         sums = score_windows(model, plain, jnp.asarray(piece[None]), layouts, chunk, 0)
-        parts.append(
-            np.stack([np.asarray(sums.kld), np.asarray(sums.nll), np.asarray(sums.tokens)])
-        )
+        of_window = [np.asarray(x) for x in (sums.kld, sums.nll, sums.tokens)]
+        parts.append(np.stack(of_window))
         progress((number + 1) / len(pieces))
     total = np.sum(parts, axis=0)  # [3, chunks]: sums of KLD, of NLL and of tokens over all windows
     total = total[:, total[2] > 0]  # a window's last token predicts nothing
     spans = np.array_split(total, min(bins, total.shape[1]), axis=1)
-    starts = [
-        int(part[0]) * chunk for part in np.array_split(np.arange(total.shape[1]), len(spans))
-    ]
+    numbers = np.array_split(np.arange(total.shape[1]), len(spans))  # of each span's chunks
+    starts = [int(part[0]) * chunk for part in numbers]
     kld = [float(span[0].sum() / span[2].sum()) for span in spans]
+    nll = [float(span[1].sum() / span[2].sum()) for span in spans]
     return {
         "cache": str(method),
         "mode": name,
@@ -391,6 +405,6 @@ def drift(
         "steps": window,
         **bytes_of(model, method, window),
         "kld": kld,
-        "nll": [float(span[1].sum() / span[2].sum()) for span in spans],
+        "nll": nll,
         "growth": growth(kld, starts, encoded_from(model, method, window)),
     }

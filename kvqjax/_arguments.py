@@ -11,7 +11,7 @@ import operator
 import re
 import types
 import typing
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
 import jax
@@ -23,19 +23,20 @@ from kvqjax._errors import UserError
 
 MOST = 2**31 - 1  # positions, counts and token ids are 32-bit numbers
 MOST_SEED = 2**32 - 1  # numpy takes no more, and JAX drops the higher bits
+LONG = 80  # characters: a value that is written longer is named by its type
 
 
 def named(value: Any) -> str:
     """Say in a message what was given: a short value as it is written, an array's dtype and shape,
     of anything else the type."""
     if isinstance(value, jax.Array | np.ndarray):
-        return f"{'a traced ' * isinstance(value, jax.core.Tracer)}{value.dtype}{list(value.shape)}"
-    text = (
-        repr(value)
-        if isinstance(value, str | bool | int | float | None)
-        else f"a {type(value).__name__}"
-    )
-    return text if len(text) < 80 else f"a {type(value).__name__}"
+        text = f"{value.dtype}{list(value.shape)}"
+        return f"a traced {text}" if isinstance(value, jax.core.Tracer) else text
+    if isinstance(value, str | bool | int | float | None):
+        text = repr(value)
+        if len(text) < LONG:
+            return text
+    return f"a {type(value).__name__}"
 
 
 def whole_number(text: str) -> int | None:
@@ -47,7 +48,9 @@ def whole_number(text: str) -> int | None:
 def _written(value: Any) -> str:
     """Do as `named`, and write out a short tuple or list too."""
     text = repr(value) if isinstance(value, tuple | list) else named(value)
-    return text if len(text) < 80 and "\n" not in text else f"a {type(value).__name__}"
+    if len(text) < LONG and "\n" not in text:
+        return text
+    return f"a {type(value).__name__}"
 
 
 WORDS = {
@@ -64,10 +67,13 @@ def _as(value: Any, kind: Any) -> Any:
     OverflowError for a number that is too large or none."""
     parts = typing.get_args(kind)
     if typing.get_origin(kind) is tuple:
-        if not isinstance(value, tuple) or (Ellipsis not in parts and len(parts) != len(value)):
+        if not isinstance(value, tuple):
             raise TypeError
-        kinds = [parts[0]] * len(value) if Ellipsis in parts else parts
-        return tuple(_of_any(x, part) for x, part in zip(value, kinds, strict=True))
+        if Ellipsis in parts:  # tuple[int, ...]
+            parts = [parts[0]] * len(value)
+        if len(parts) != len(value):
+            raise TypeError
+        return tuple(_of_any(x, part) for x, part in zip(value, parts, strict=True))
     if not isinstance(kind, type):
         return value  # a protocol or a function: its user checks it
     if kind in (int, float) and isinstance(value, bool | np.bool_):
@@ -126,10 +132,10 @@ def typed(name: str, value: Any, annotation: Any) -> Any:
     except (TypeError, OverflowError) as error:
         kinds = _kinds(annotation)
         names = [WORDS.get(kind) or getattr(kind, "__name__", str(kind)) for kind in kinds]
-        words = " or ".join(names)
-        size = f" of at most {MOST}" if isinstance(error, OverflowError) and int in kinds else ""
-        size = size or " that is finite" * isinstance(error, OverflowError)
-        raise UserError(f"{name}={_written(value)}; wanted {words}{size}", parameter=name) from None
+        wanted = " or ".join(names)
+        if isinstance(error, OverflowError):
+            wanted += f" of at most {MOST}" if int in kinds else " that is finite"
+        raise UserError(f"{name}={_written(value)}; wanted {wanted}", parameter=name) from None
 
 
 def check_fields(instance: Any) -> None:
@@ -144,6 +150,7 @@ def check_fields(instance: Any) -> None:
 
 @functools.cache
 def _annotations(kind: type) -> dict[str, Any]:
+    """Give the types of a dataclass's fields, by name."""
     hints = typing.get_type_hints(kind)
     return {field.name: hints[field.name] for field in dataclasses.fields(kind)}
 
@@ -151,13 +158,17 @@ def _annotations(kind: type) -> dict[str, Any]:
 def is_known(*arrays: Any) -> bool:
     """Say whether every array has numbers that this process can read: no tracer, nothing abstract,
     no part on another host."""
-    none = jax.core.Tracer | jax.ShapeDtypeStruct
-    return all(not isinstance(x, none) and getattr(x, "is_fully_addressable", True) for x in arrays)
+    for array in arrays:
+        if isinstance(array, jax.core.Tracer | jax.ShapeDtypeStruct):
+            return False
+        if not getattr(array, "is_fully_addressable", True):
+            return False
+    return True
 
 
 def reading(known: bool) -> AbstractContextManager:
-    """Compute at once, also inside a user's trace: results of known numbers can then be
-    read. Do nothing if a number is unknown."""
+    """Compute at once, also inside a user's trace: results of known numbers can then be read. Do
+    nothing if a number is unknown."""
     return jax.ensure_compile_time_eval() if known else nullcontext()
 
 
@@ -172,14 +183,16 @@ def check_integer(name: str, value: Any, least: int = 1, most: int = MOST) -> in
     Raises:
         UserError: `value` is no whole number (True is none), or lies outside the range.
     """
-    try:
-        # A bool is an int to Python and an index to numpy, and never what was meant.
-        number = None if isinstance(value, bool | np.bool_) else operator.index(value)
-    except (TypeError, jax.errors.JAXTypeError):
-        number = None
+    number = None
+    # A bool is an int to Python and an index to numpy, and never what was meant.
+    if not isinstance(value, bool | np.bool_):
+        with suppress(TypeError, jax.errors.JAXTypeError):
+            number = operator.index(value)
     if number is None or not least <= number <= most:
-        endless = most == MOST and (number is None or number < least)
-        limits = f"of at least {least}" if endless else f"from {least} to {most}"
+        limits = f"from {least} to {most}"
+        # The upper limit is named where it is one that users can meet.
+        if most == MOST and (number is None or number < least):
+            limits = f"of at least {least}"
         raise UserError(
             f"{name}={_written(value)}; it must be a whole number {limits}", parameter=name
         )
@@ -199,40 +212,39 @@ def check_integers(name: str, value: Any, shape: tuple, why: str) -> None:
     stands for any length of at least 1."""
     shape_text = "[" + ", ".join(map(str, shape)) + "]"
     if not isinstance(value, jax.Array | np.ndarray):
-        texts = isinstance(value, str) or (
-            isinstance(value, list | tuple) and any(isinstance(x, str) for x in value)
-        )
-        hint = (
-            "; model.encode(text) gives the ids of a text, and generate takes text" if texts else ""
-        )
+        entries = value if isinstance(value, list | tuple) else [value]
+        hint = ""
+        if any(isinstance(entry, str) for entry in entries):
+            hint = "; model.encode(text) gives the ids of a text, and generate takes text"
         raise UserError(
             f"{name} is {named(value)}; wanted an array of integers {shape_text}: {why}{hint}"
         )
     if not jnp.issubdtype(value.dtype, jnp.integer):
         raise UserError(f"{name} is of type {value.dtype}; wanted integers {shape_text}")
-    axes_fit = [
-        got == size or (isinstance(size, str) and got >= 1)
-        for got, size in zip(value.shape, shape, strict=False)
-    ]
-    if value.ndim != len(shape) or not all(axes_fit):
+    fits = value.ndim == len(shape)
+    for actual, wanted in zip(value.shape, shape, strict=False):
+        any_length = isinstance(wanted, str)
+        fits = fits and (actual == wanted or (any_length and actual >= 1))
+    if not fits:
         raise UserError(f"{name} has shape {list(value.shape)}; wanted {shape_text}: {why}")
 
 
 def _text(value) -> str:
     """Write out an array of a few numbers; of a longer one the least and the greatest."""
     array = np.asarray(value)
-    return (
-        str(array.tolist()) if array.size <= 16 else f"numbers from {array.min()} to {array.max()}"
-    )
+    if array.size <= 16:
+        return str(array.tolist())
+    return f"numbers from {array.min()} to {array.max()}"
 
 
 def check_within(name: str, value: Any, least: int, most: int, limits: str) -> None:
     """Raise UserError for an integer of the array `value` that is known and lies outside `least` to
     `most`, both included. `limits` is the range in words: "from 0 to the 8 new tokens given"."""
-    if is_known(value):
-        known = np.asarray(value)  # with jnp these would be traced inside a user's loop
-        if known.size and not least <= int(known.min()) <= int(known.max()) <= most:
-            raise UserError(f"{name}={_text(known)}; each must lie {limits}")
+    if not is_known(value):
+        return
+    known = np.asarray(value)  # with jnp these would be traced inside a user's loop
+    if known.size and not least <= int(known.min()) <= int(known.max()) <= most:
+        raise UserError(f"{name}={_text(known)}; each must lie {limits}")
 
 
 def clipped(value: Int[Array, "..."], least, most) -> tuple[Int[Array, "..."], Bool[Array, "..."]]:

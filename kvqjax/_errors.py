@@ -9,7 +9,8 @@ from typing import Any
 
 def _in_python(name: str, value: Any) -> str:
     """Write an option as Python has it; None stands for any value."""
-    return f"{name}=..." if value is None else f"{name}={value!r}"
+    written = "..." if value is None else repr(value)
+    return f"{name}={written}"
 
 
 class UserError(ValueError):
@@ -33,8 +34,10 @@ class UserError(ValueError):
     """
 
     def __init__(self, cause: str, hint: str = "", *, parameter: str | None = None, **options: Any):
-        self.cause, self.parameter = cause, parameter
-        self._hint, self._options = hint, options
+        self.cause = cause
+        self.parameter = parameter
+        self._hint = hint
+        self._options = options
         super().__init__(self.said(_in_python))
 
     def said(self, spell: Callable[[str, Any], str | None]) -> str:
@@ -52,7 +55,10 @@ class UserError(ValueError):
         spelled = {name: spell(name, value) for name, value in self._options.items()}
         if None in spelled.values():
             return self.cause
-        hint = self._hint.format(**spelled) if spelled else self._hint
+        hint = self._hint
+        # A hint without options may have braces of its own.
+        if spelled:
+            hint = hint.format(**spelled)
         return f"{self.cause}; {hint}"
 
 
@@ -65,31 +71,45 @@ class TooLong(UserError):
     """A text is more tokens than fit: `prompt` of them where at most `most` are possible."""
 
     def __init__(self, prompt: int, most: int, cause: str, hint: str = "", **options: Any):
-        self.prompt, self.most = prompt, most
+        self.prompt = prompt
+        self.most = most
         super().__init__(cause, hint, **options)
 
 
 def _means_the_opposite(name: str, known: str) -> bool:
     """Say whether two names differ in a word that turns the meaning round, such as min_tokens and
     max_tokens."""
-    words, known_words = (set(re.split(r"[^a-z]+", text.lower())) for text in (name, known))
-    return any(OPPOSITE.get(word) in known_words and word not in known_words for word in words)
+    known_words = _words(known)
+    # A word that both names have turns nothing round.
+    lacking = _words(name) - known_words
+    return any(OPPOSITE.get(word) in known_words for word in lacking)
+
+
+def _words(name: str) -> set[str]:
+    return set(re.split(r"[^a-z]+", name.lower()))
 
 
 def suggest(name: str, known: Iterable[str]) -> str:
-    """The end of a message about a name that is none of `known`: the nearest of them, and all."""
+    """Write the end of a message about a name that is none of `known`.
+
+    Args:
+        name: what was written.
+        known: the names that exist.
+
+    Returns:
+        The nearest known name, where one is near, and all of them.
+    """
     names = list(known)
     candidates = [other for other in names if not _means_the_opposite(name, other)]
-    near = difflib.get_close_matches(name, candidates, n=1, cutoff=ALIKE)
-    return (f"; did you mean {near[0]!r}?" if near else ".") + f" Known: {', '.join(names)}"
+    nearest = difflib.get_close_matches(name, candidates, n=1, cutoff=ALIKE)
+    question = f"; did you mean {nearest[0]!r}?" if nearest else "."
+    return f"{question} Known: {', '.join(names)}"
 
 
 def unwritten(path: Path, error: OSError) -> UserError:
     """Make the error for a path that cannot be written, from the system's."""
+    reason = error.strerror or error
     # The system says "File exists" where a file stands in a folder's place.
-    reason = (
-        "a file stands where a folder is wanted"
-        if isinstance(error, FileExistsError)
-        else error.strerror
-    )
-    return UserError(f"{path}: cannot be written: {reason or error}")
+    if isinstance(error, FileExistsError):
+        reason = "a file stands where a folder is wanted"
+    return UserError(f"{path}: cannot be written: {reason}")

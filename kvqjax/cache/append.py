@@ -148,29 +148,42 @@ def units_at_once(runs: Sequence[RunLayout], clock: Clock, length: int) -> int:
         A number of units: at most as many as `length` new tokens complete, a body holds and memory
         allows. Only 1 where units encoded together would get other bits, or do not lie side by side
         in the body."""
-    codecs = [codec for run in runs for codec in run.wiring.storage.codecs.values()]
-    # A matrix product rounds differently for another number of rows. A frame has such products, and
-    # codecs that are not `apart` may have. What flows between layers is reconstructed in tiles of
-    # one unit.
-    unchained = not any(run.wiring.chain.carry or run.wiring.maps.frame for run in runs)
-    contiguous = not any(run.wraps or run.deal.parts > 1 for run in runs)
-    allowed = unchained and contiguous and all(codec.apart for codec in codecs)
-    most = min(length, MOST_AT_ONCE, *(run.slots for run in runs))
-    if not allowed:
+    if not all(_takes_several_units(run) for run in runs):
         return 1
-    page = max(run.page for run in runs)
-    if page:  # all pages of a pool are as long; tiles of single tokens are planes then, which end with pages anyway
-        count = min(most, IN_PAGES) // clock.unit if clock.unit > 1 else 1
+    unit = clock.unit
+    most = min(length, MOST_AT_ONCE, *(run.slots for run in runs))  # tokens
+    page = max(run.page for run in runs)  # all pages of a pool are as long
+    if page:
+        # Tiles of single tokens are planes, which end with pages anyway.
+        if unit == 1:
+            return 1
         # The most units whose tokens divide a page, so that no tile spans two pages.
-        return next(
-            units for units in range(max(1, count), 0, -1) if page % (units * clock.unit) == 0
-        )
-    # Tokens are encoded one by one up to the next plane. n planes of tokens have at least n - 1
-    # whole planes behind that.
-    count = most // clock.unit if clock.unit > 1 else most // PLANE * PLANE - PLANE
+        count = max(1, min(most, IN_PAGES) // unit)
+        while page % (count * unit):
+            count -= 1
+        return count
+    if unit > 1:
+        count = most // unit
+    else:
+        # Tokens are encoded one by one up to the next plane. n planes of tokens have at least n - 1
+        # whole planes behind that.
+        count = most // PLANE * PLANE - PLANE
     # A packing wants a tile of up to FEW tokens to begin at a multiple of its size. Single units
     # and planes do, several units need not. Longer tiles may begin at any unit.
-    return count if count * clock.unit > FEW else 1
+    return count if count * unit > FEW else 1
+
+
+def _takes_several_units(run: RunLayout) -> bool:
+    """Say whether a tile of several units gets the bits that single units get, and lies in one
+    piece of the run's body."""
+    # What flows between layers is reconstructed in tiles of one unit. A matrix product rounds
+    # differently for another number of rows: a frame has such products, and codecs that are not
+    # `apart` may have.
+    if run.wiring.chain.carry or run.wiring.maps.frame:
+        return False
+    if run.wraps or run.deal.parts > 1:
+        return False
+    return all(codec.apart for codec in run.wiring.storage.codecs.values())
 
 
 def at_layer(tree, index):
@@ -197,8 +210,9 @@ def cut_tile(x, at, row, start, size: int):
 
     Returns:
         The tokens, [size, W]."""
-    begin, ones = (*at, row, start, 0), (1,) * (len(at) + 1)
-    return row_major(cut_at(x, begin, (*ones, size, x.shape[-1]))).reshape(size, -1)
+    begin = (*at, row, start, 0)
+    shape = (1,) * (len(at) + 1) + (size, x.shape[-1])
+    return row_major(cut_at(x, begin, shape)).reshape(size, -1)
 
 
 def gather_tile(window, new, at, row, token, size: int, body_length, unit: int):
@@ -216,7 +230,9 @@ def gather_tile(window, new, at, row, token, size: int, body_length, unit: int):
 
     Returns:
         The tokens, [size, W]."""
-    tokens, slots, length = token + jnp.arange(size), window.shape[-2], new.shape[-2]
+    tokens = token + jnp.arange(size)
+    slots = window.shape[-2]
+    length = new.shape[-2]
     # A tile of one unit or one plane begins at a multiple of its size. One of more units may begin
     # at any unit.
     if slots % size == 0 and size <= max(unit, PLANE):  # a tile never wraps
@@ -255,10 +271,13 @@ def encode_tile(
     local, slot = given_to_gpus(run.deal.place(modulo(slot, run.slots)))
     if run.page:
         assert pages is not None
+        layer, row = at
+        page = pages[row, floor_divide(slot, run.page)]
+        slot = modulo(slot, run.page)  # in the page
         # A row that has no page there stores nothing. Page 0 then stands for the missing one, to be
         # a valid index.
-        page, slot = pages[at[1], floor_divide(slot, run.page)], modulo(slot, run.page)
-        at, local = (at[0], jnp.maximum(page, 0)), page >= 0
+        at = (layer, jnp.maximum(page, 0))
+        local = page >= 0
 
     def put(field, stored, tile):
         return field.packing.write(stored, at, slot, tile, local)
@@ -277,11 +296,9 @@ def store_fields(
         payload: What to store, {source: {field: tile}}.
         put: Stores a tile in the arrays of its field."""
     for source in clock.sources:
-        fields = run.wiring.storage.codecs[source].fields
-        stored = {
-            name: put(field, body[source][name], payload[source][name])
-            for name, field in fields.items()
-        }
+        stored = {}
+        for name, field in run.wiring.storage.codecs[source].fields.items():
+            stored[name] = put(field, body[source][name], payload[source][name])
         body = {**body, source: stored}
     return body
 
@@ -305,7 +322,8 @@ def encode_due(schedules: tuple[Schedule, ...], rows, most: int, step: Callable,
         for number, schedule in enumerate(schedules):
 
             def tile_step(unit, size, state, number=number, schedule=schedule):
-                return step(number, row, *schedule.place(row, unit), size, state)
+                token, slot = schedule.place(row, unit)
+                return step(number, row, token, slot, size, state)
 
             state = _for_tiles(schedule, row, most, tile_step, state)
         return state
@@ -332,12 +350,10 @@ def _for_tiles(schedule: Schedule, row, most: int, body_fn: Callable, state):
         most: As in `encode_due`.
         body_fn: Encodes the tile that begins with unit number `unit` and has `size` tokens.
         state: What the first call is given."""
-    unit, at_once, start, stop = (
-        schedule.clock.unit,
-        schedule.at_once,
-        schedule.start[row],
-        schedule.stop[row],
-    )
+    unit = schedule.clock.unit
+    at_once = schedule.at_once
+    start = schedule.start[row]
+    stop = schedule.stop[row]
     if unit > 1 or most < PLANE:
 
         def single_units(first, last, state):
@@ -366,19 +382,24 @@ def _for_tiles(schedule: Schedule, row, most: int, body_fn: Callable, state):
 
         `loop` is (the first token that is not encoded yet, state)."""
         token, state = loop
-        edge = jnp.where(number == 0, jnp.minimum(stop, -(-token // PLANE) * PLANE), stop)
+        is_first = number == 0
+        next_plane = jnp.minimum(stop, -(-token // PLANE) * PLANE)
+        edge = jnp.where(is_first, next_plane, stop)
         state = jax.lax.fori_loop(token, edge, lambda j, s: body_fn(j, 1, s), state)
         # In phase 1 `edge` is `stop`, so that every count below is 0.
-        for size in (at_once, PLANE) if at_once > PLANE else (PLANE,):
+        for size in sizes:
+
+            def tile(j, s, edge=edge, size=size):
+                return body_fn(edge + j * size, size, s)
+
             count = (stop - edge) // size
-            step = functools.partial(
-                lambda edge, size, j, s: body_fn(edge + j * size, size, s), edge, size
-            )
-            state = jax.lax.fori_loop(0, count, step, state)
+            state = jax.lax.fori_loop(0, count, tile, state)
             edge = edge + count * size
         return edge, state
 
-    return jax.lax.fori_loop(0, 2, phase, (start, state))[1]
+    sizes = (at_once, PLANE) if at_once > PLANE else (PLANE,)  # tokens of a tile
+    _, state = jax.lax.fori_loop(0, 2, phase, (start, state))
+    return state
 
 
 def flush_layer(
@@ -416,36 +437,33 @@ def flush_layer(
         # prompt is an error.
         if size > length:
             return state  # no tile of a prompt this short is ever due
-        (body, new, carry), clock = state, schedules[number].clock
+        body, new, carry = state
+        clock = schedules[number].clock
         # Where the tile begins among the prompt's tokens. A tile that is due lies within the
         # prompt, so that the clip changes no such start.
         start = jnp.clip(token - first[row], 0, length - size)
         tile = {source: cut_tile(new[source], (), row, start, size) for source in clock.sources}
-        tile_carry = {
-            name: jax.lax.dynamic_slice(array, (row, start, 0), (1, size, array.shape[2]))[0]
-            for name, array in carry.items()
-        }
+        tile_carry = {}
+        for name, array in carry.items():
+            shape = (1, size, array.shape[2])
+            tile_carry[name] = jax.lax.dynamic_slice(array, (row, start, 0), shape)[0]
         body, recon, tile_carry = encode_tile(
             run, body, (layer, row), clock, slot, tile, constants, tile_carry, pages
         )
         # This layer's carry takes the place of the carry of the layer below, which no later tile
         # reads.
-        carry = {
-            name: jax.lax.dynamic_update_slice(
-                array, saturated(tile_carry[name][None], array.dtype), (row, start, 0)
-            )
-            for name, array in carry.items()
-        }
+        above = {}
+        for name, array in carry.items():
+            made = saturated(tile_carry[name][None], array.dtype)
+            above[name] = jax.lax.dynamic_update_slice(array, made, (row, start, 0))
         # Two clocks: keys are due before values, and until the value is encoded too, the window has
         # the decoded key.
         if len(schedules) > 1:
-            new = new | {
-                source: new[source]
-                .at[row, start + jnp.arange(size)]
-                .set(saturated(x, new[source].dtype))
-                for source, x in recon.items()
-            }
-        return body, new, carry
+            for source, x in recon.items():
+                exact = new[source]
+                places = exact.at[row, start + jnp.arange(size)]
+                new = new | {source: places.set(saturated(x, exact.dtype))}
+        return body, new, above
 
     return encode_due(schedules, first.shape[0], length, tile_step, (body, new, carry))
 
@@ -453,11 +471,11 @@ def flush_layer(
 def _empty_carry(runs, size: int, dtype) -> dict:
     """Make the carry of a tile that enters the first layer: zeros [size, W] for every name that any
     run carries."""
-    return {
-        name: jnp.zeros((size, width), dtype)
-        for run in runs
-        for name, width in run.wiring.chain.carry.items()
-    }
+    carry = {}
+    for run in runs:
+        for name, width in run.wiring.chain.carry.items():
+            carry[name] = jnp.zeros((size, width), dtype)
+    return carry
 
 
 def _is_newest(runs, news, schedules: tuple[Schedule, ...]) -> bool:
@@ -476,18 +494,15 @@ def _is_newest(runs, news, schedules: tuple[Schedule, ...]) -> bool:
     # may be due.
     if len(schedules) > 1 or schedules[0].clock.unit > 1 or schedules[0].clock.window:
         return False
-    single_token = all(x.shape[2] == 1 for new in news for x in new.values())
-
-    def takes_scatter(run) -> bool:
-        fields = [
-            field for codec in run.wiring.storage.codecs.values() for field in codec.fields.values()
-        ]
-        return all(field.packing.scatters for field in fields)
-
-    def is_alone(run) -> bool:
-        return run.static_loops and not run.page and not run.wiring.chain.carry
-
-    return single_token and all(is_alone(run) and takes_scatter(run) for run in runs)
+    for run, new in zip(runs, news, strict=True):
+        if any(x.shape[2] != 1 for x in new.values()):
+            return False
+        if not run.static_loops or run.page or run.wiring.chain.carry:
+            return False
+        for codec in run.wiring.storage.codecs.values():
+            if not all(field.packing.scatters for field in codec.fields.values()):
+                return False
+    return True
 
 
 def _flush_newest(runs, states, news, schedule: Schedule, constants):
@@ -508,17 +523,19 @@ def _flush_newest(runs, states, news, schedule: Schedule, constants):
         # A unit is one token here, so that its number is the body token's. Modulo the slots it is a
         # slot, in rings too. `local` says which rows' slots this device stores; None: all.
         local, slots = run.deal.place(modulo(schedule.start, run.slots))
-        local, slots = given_to_gpus((row_mask if local is None else row_mask & local, slots))
+        stores = row_mask if local is None else row_mask & local
+        stores, slots = given_to_gpus((stores, slots))
 
         def put(field, stored, tile):
-            return field.packing.scatter(stored, layer, slots, tile, local)
+            return field.packing.scatter(stored, layer, slots, tile, stores)
 
         return store_fields(run, body, clock, payload, put)
 
     out = []
     for run, state, new, run_constants in zip(runs, states, news, constants, strict=True):
         step = functools.partial(layer_step, run, new, run_constants)
-        out.append((each_layer(run.count, step, state.body), state.window, new))
+        body = each_layer(run.count, step, state.body)
+        out.append((body, state.window, new))
     return tuple(out)
 
 
@@ -562,66 +579,55 @@ def flush_chain(
     def layer_step(number, index, row, token, slot, size, layer, state):
         """Encode a tile in one layer of run `number`, by clock `index`; `state` is (entries of all
         runs, carry)."""
-        run, (body, window, new), carry = runs[number], state[0][number], state[1]
+        entries, carry = state
+        run = runs[number]
+        body, window, new = entries[number]
         # Layers of a chain may name their sources differently.
         clock = run.wiring.storage.clocks[index]
-        tile = {
-            source: gather_tile(
-                window[source],
-                new[source],
-                (layer,),
-                row,
-                token,
-                size,
-                body_lengths[row],
-                clock.unit,
+        tile = {}
+        for source in clock.sources:
+            ring = window[source]
+            arrivals = new[source]
+            tile[source] = gather_tile(
+                ring, arrivals, (layer,), row, token, size, body_lengths[row], clock.unit
             )
-            for source in clock.sources
-        }
+        layer_constants = at_layer(constants[number], layer)
+        at = (layer, row)
         body, recon, carry = encode_tile(
-            run,
-            body,
-            (layer, row),
-            clock,
-            slot,
-            tile,
-            at_layer(constants[number], layer),
-            carry,
-            pages,
+            run, body, at, clock, slot, tile, layer_constants, carry, pages
         )
         if replace:
-            window, new = _put_back(
-                run, window, new, recon, layer, row, token, size, body_lengths[row]
-            )
-        entries = list(state[0])
+            window, new = _put_back(run, window, new, recon, at, token, size, body_lengths[row])
+        entries = list(entries)
         entries[number] = (body, window, new)
         return tuple(entries), carry
 
     def tile_step(index, row, token, slot, size, entries):
+        """Encode a tile in all layers of the chain, in order."""
         state = (entries, _empty_carry(runs, size, dtype))
         for number, run in enumerate(runs):
             step = functools.partial(layer_step, number, index, row, token, slot, size)
             state = each_layer(run.count, step, state)
-        return state[0]
+        entries, _ = state
+        return entries
 
-    entries = tuple(
-        (state.body, state.window, new) for state, new in zip(states, news, strict=True)
-    )
+    entries = []
+    for state, new in zip(states, news, strict=True):
+        entries.append((state.body, state.window, new))
     # At a step at which no row has a unit due, the loop over rows has no turns.
     any_due = functools.reduce(jnp.logical_or, [schedule.anything for schedule in schedules])
-    return encode_due(
-        schedules, rows_if(any_due, body_lengths.shape[0]), length, tile_step, entries
-    )
+    rows = rows_if(any_due, body_lengths.shape[0])
+    return encode_due(schedules, rows, length, tile_step, tuple(entries))
 
 
-def _put_back(run, window, new, recon, layer, row, token, size, body_length):
+def _put_back(run, window, new, recon, at, token, size, body_length):
     """Replace encoded tokens by their reconstruction in the window and among the new tokens.
 
     Args:
         window: The run's window, [L, B, C, W] per source.
         new: The run's new tokens, [L, B, T, W] per source.
         recon: The reconstruction of a tile, [size, W] per source.
-        layer, row: Whose tile it is.
+        at: (layer, row).
         token: The body token with which the tile begins.
         size: Tokens of the tile.
         body_length: How many body tokens the row held before the call. Later ones are among the new
@@ -635,19 +641,13 @@ def _put_back(run, window, new, recon, layer, row, token, size, body_length):
         # lies beyond the end, and mode="drop" writes nothing.
         slot = jnp.where(tokens < body_length, modulo(tokens, run.ring), run.ring)
         index = jnp.where(tokens >= body_length, tokens - body_length, new[source].shape[2])
-        ring, arrivals = window[source], new[source]
-        window = {
-            **window,
-            source: ring.at[layer, row, slot].set(saturated(x, ring.dtype), mode="drop"),
-        }
-        new = {
-            **new,
-            source: arrivals.at[layer, row, index].set(saturated(x, arrivals.dtype), mode="drop"),
-        }
+        ring = window[source]
+        ring = ring.at[*at, slot].set(saturated(x, ring.dtype), mode="drop")
+        arrivals = new[source]
+        arrivals = arrivals.at[*at, index].set(saturated(x, arrivals.dtype), mode="drop")
+        window = {**window, source: ring}
+        new = {**new, source: arrivals}
     return window, new
-
-
-Sources = dict  # source name -> array
 
 
 def _put(target, new, first, slot_mask, body_lengths):
@@ -666,26 +666,23 @@ def _put(target, new, first, slot_mask, body_lengths):
 
     Returns:
         `target` with the new tokens."""
-    slots, length = target.shape[2], new.shape[2]
+    slots = target.shape[2]
+    length = new.shape[2]
     size = min(slots, length)  # no more of the new tokens than slots can stay
 
     def row_step(row, target):
         # The slice begins with body token `first[row]`. The clip moves it back where it would reach
         # beyond the last new token. Tokens of the slice that no marked slot takes are put nowhere.
         start = jnp.clip(first[row] - body_lengths[row], 0, length - size)
-        arrivals = jax.lax.dynamic_slice(
-            new, (0, row, start, 0), (new.shape[0], 1, size, new.shape[3])
-        )
-        arrivals = jnp.pad(
-            row_major(arrivals).astype(target.dtype), ((0, 0), (0, 0), (0, slots - size), (0, 0))
-        )
+        shape = (new.shape[0], 1, size, new.shape[3])
+        arrivals = jax.lax.dynamic_slice(new, (0, row, start, 0), shape)
+        arrivals = row_major(arrivals).astype(target.dtype)
+        arrivals = jnp.pad(arrivals, ((0, 0), (0, 0), (0, slots - size), (0, 0)))
         # So that token t stands in slot t % C.
         arrivals = jnp.roll(arrivals, body_lengths[row] + start, axis=2)
-        row_slots = jnp.where(
-            slot_mask[row][None, None, :, None],
-            arrivals,
-            jax.lax.dynamic_slice_in_dim(target, row, 1, 1),
-        )
+        takes = slot_mask[row][None, None, :, None]
+        occupants = jax.lax.dynamic_slice_in_dim(target, row, 1, 1)
+        row_slots = jnp.where(takes, arrivals, occupants)
         return jax.lax.dynamic_update_slice(target, row_major(row_slots), (0, row, 0, 0))
 
     return jax.lax.fori_loop(0, target.shape[1], row_step, target)
@@ -707,9 +704,8 @@ def _put_one(target, new, slots, row_mask):
         start = (0, row, slots[row], 0)
         occupant = jax.lax.dynamic_slice(target, start, (target.shape[0], 1, 1, target.shape[3]))
         arrival = jax.lax.dynamic_slice_in_dim(new, row, 1, 1).astype(target.dtype)
-        return jax.lax.dynamic_update_slice(
-            target, row_major(jnp.where(row_mask[row], arrival, occupant)), start
-        )
+        token = jnp.where(row_mask[row], arrival, occupant)
+        return jax.lax.dynamic_update_slice(target, row_major(token), start)
 
     return jax.lax.fori_loop(0, target.shape[1], row_step, target)
 
@@ -718,11 +714,11 @@ def _put_one_at_once(target, new, slots, row_mask):
     """Do as `_put_one` with one scatter, which a GPU runs in place as one kernel."""
     # A loop over rows takes two kernels for each row on a GPU, and the host decides on every turn.
     # For 8 rows of 32 layers that took 5 of the 16 ms of a step (H100, jax 0.11.2).
-    # Rows that take no token: beyond the end, dropped.
+    # A row that takes no token gets an index beyond the end, and mode="drop" writes nothing.
     slot_index = jnp.where(row_mask, slots, target.shape[2])
-    return target.at[:, jnp.arange(target.shape[1]), slot_index].set(
-        new[:, :, 0].astype(target.dtype), mode="drop", wrap_negative_indices=False
-    )
+    places = target.at[:, jnp.arange(target.shape[1]), slot_index]
+    arrivals = new[:, :, 0].astype(target.dtype)
+    return places.set(arrivals, mode="drop", wrap_negative_indices=False)
 
 
 def remember(run: RunLayout, state: Run, new: Sources, lengths, counts, sinks: int) -> Run:
@@ -750,20 +746,22 @@ def remember(run: RunLayout, state: Run, new: Sources, lengths, counts, sinks: i
         return (tokens >= body_lengths[:, None]) & (tokens < end[:, None])
 
     def into_window(name, target):
-        if new[name].shape[2] == 1:
-            put = _put_one_at_once if run.on_gpu else _put_one
-            return put(
-                target,
-                new[name],
-                modulo(body_lengths, run.ring),
-                (counts > 0) & (body_lengths >= 0),
-            )
-        return _put(target, new[name], oldest_token, is_new(slot_tokens), body_lengths)
+        """Put the new tokens of one source into its window."""
+        arrivals = new[name]
+        if arrivals.shape[2] > 1:
+            return _put(target, arrivals, oldest_token, is_new(slot_tokens), body_lengths)
+        put = _put_one_at_once if run.on_gpu else _put_one
+        slots = modulo(body_lengths, run.ring)
+        takes = (counts > 0) & (body_lengths >= 0)
+        return put(target, arrivals, slots, takes)
 
     def into_sinks(name, target):
-        if run.on_gpu and new[name].shape[2] == 1:
-            return _put_one_at_once(target, new[name], lengths, (counts > 0) & (body_lengths < 0))
-        return _put(target, new[name], body_lengths, is_new(sink_tokens), body_lengths)
+        """Put the new tokens of one source into its sinks."""
+        arrivals = new[name]
+        if run.on_gpu and arrivals.shape[2] == 1:
+            takes = (counts > 0) & (body_lengths < 0)
+            return _put_one_at_once(target, arrivals, lengths, takes)
+        return _put(target, arrivals, body_lengths, is_new(sink_tokens), body_lengths)
 
     window = {name: into_window(name, target) for name, target in state.window.items()}
     if not sinks:
@@ -792,47 +790,56 @@ def commit(
 
     Returns:
         The cache that holds the tokens."""
-    layout, runs = cache.layout, runs_of(cache.layout)
+    layout = cache.layout
+    runs = runs_of(layout)
     constants = constants or tuple({} for _ in runs)
     length = next(iter(pending[0].values())).shape[2]
     counts, overflow = admitted(cache, counts, length)
     finite = finite_tokens(cache, leading(found_finite(layout.dtype, *pending)), counts)
     body_lengths = cache.lengths - layout.method.sinks
-    states, sources = list(cache.runs), [zeroed(layout.dtype, new) for new in pending]
-    kept, moves = cache.kept, None
+    states = list(cache.runs)
+    sources = [zeroed(layout.dtype, new) for new in pending]
+    kept = cache.kept
+    moves = None
     if kept:  # a row evicts the same tokens in all layers, so that one choice serves every chain
         moves, kept = enter(cache, counts, length)
     # Tokens that are due leave the window before new tokens take their slots, which overwrites
     # them.
     for chain in chains(layout):
-        members, chain_constants = [runs[i] for i in chain], [constants[i] for i in chain]
+        members = [runs[i] for i in chain]
         # A body without slots is never written: the window alone holds the capacity.
-        if any(run.slots for run in members):
-            # All runs of a chain have encoded equally many units, so that the first run's counts
-            # stand for all.
-            due_units = units_due(members[0], states[chain[0]], body_lengths + counts)
-            if moves is None:
-                schedules = in_order(members, states[chain[0]].flushed, due_units, length)
-            else:
-                schedules = (moved(members[0], moves),)
-            inputs = [states[i] for i in chain], [sources[i] for i in chain]
-            flush = flush_chain(
-                members,
-                *inputs,
-                body_lengths,
-                schedules,
-                chain_constants,
-                layout.dtype,
-                cache.pages,
-            )
-            for i, (body, window, new) in zip(chain, flush, strict=True):
-                flushed = units_due(runs[i], states[i], body_lengths + counts)
-                states[i] = states[i].replace(body=body, window=window, flushed=flushed)
-                sources[i] = entering_after(body, new) if runs[i].slots else new
-    new_states = tuple(
-        remember(run, state, new, cache.lengths, counts, layout.method.sinks)
-        for run, state, new in zip(runs, states, sources, strict=True)
-    )
+        if not any(run.slots for run in members):
+            continue
+        # All runs of a chain have encoded equally many units, so that the first run's counts stand
+        # for all.
+        first = states[chain[0]]
+        due_units = units_due(members[0], first, body_lengths + counts)
+        if moves is None:
+            schedules = in_order(members, first.flushed, due_units, length)
+        else:
+            schedules = (moved(members[0], moves),)
+        entries = flush_chain(
+            members,
+            [states[i] for i in chain],
+            [sources[i] for i in chain],
+            body_lengths,
+            schedules,
+            [constants[i] for i in chain],
+            layout.dtype,
+            cache.pages,
+        )
+        for i, (body, window, new) in zip(chain, entries, strict=True):
+            flushed = units_due(runs[i], states[i], body_lengths + counts)
+            states[i] = states[i].replace(body=body, window=window, flushed=flushed)
+            sources[i] = entering_after(body, new) if runs[i].slots else new
+    new_states = []
+    for run, state, new in zip(runs, states, sources, strict=True):
+        state = remember(run, state, new, cache.lengths, counts, layout.method.sinks)
+        new_states.append(state)
     return cache.replace(
-        runs=new_states, lengths=cache.lengths + counts, overflow=overflow, finite=finite, kept=kept
+        runs=tuple(new_states),
+        lengths=cache.lengths + counts,
+        overflow=overflow,
+        finite=finite,
+        kept=kept,
     )

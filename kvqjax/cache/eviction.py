@@ -50,9 +50,10 @@ class Newest(NamedTuple):
 
     def pick(self, sources: dict) -> dict:
         """Pick these tokens, [B, R, W] by name, out of all tokens of the prompt, [B, T, W]."""
-        return {
-            name: jnp.take_along_axis(x, self.token[:, :, None], 1) for name, x in sources.items()
-        }
+        picked = {}
+        for name, x in sources.items():
+            picked[name] = jnp.take_along_axis(x, self.token[:, :, None], 1)
+        return picked
 
 
 def newest_of_prompt(cache: Cache, counts: Int[Array, " B"], length: int) -> Newest:
@@ -63,8 +64,10 @@ def newest_of_prompt(cache: Cache, counts: Int[Array, " B"], length: int) -> New
         cache: An empty cache that evicts tokens.
         counts: How many of the prompt's tokens are valid in each row.
         length: T, the tokens of the prompt, those that are not valid included."""
-    run, sinks = runs_of(cache.layout)[0], cache.layout.method.sinks
-    clock, slots = run.wiring.storage.clocks[0], cache.kept["positions"].shape[1]
+    run = runs_of(cache.layout)[0]  # stands for all, as in `enter`
+    clock = run.wiring.storage.clocks[0]
+    sinks = cache.layout.method.sinks
+    slots = cache.kept["positions"].shape[1]
     # The most tokens that enter: whole units, as many as the body keeps and the prompt has.
     most = min(slots, length // clock.unit * clock.unit)
     leaving = due(clock, counts - sinks, jnp.zeros_like(counts)) * clock.unit
@@ -88,10 +91,14 @@ def enter(cache: Cache, counts: Int[Array, " B"], length: int) -> tuple[Moves, K
     Returns:
         (the moves of these units, the bookkeeping after the call)."""
     # The first run stands for all: with eviction, all layers have one window and one unit.
-    run, flushed = runs_of(cache.layout)[0], cache.runs[0].flushed[0]
-    clock, sinks = run.wiring.storage.clocks[0], cache.layout.method.sinks
-    unit, positions = clock.unit, cache.kept["positions"]
-    batch, groups = positions.shape[0], positions.shape[1] // unit
+    run = runs_of(cache.layout)[0]
+    clock = run.wiring.storage.clocks[0]
+    unit = clock.unit
+    flushed = cache.runs[0].flushed[0]
+    sinks = cache.layout.method.sinks
+    positions = cache.kept["positions"]
+    batch, slots = positions.shape
+    groups = slots // unit  # places for a unit in the body
     target = due(clock, cache.lengths - sinks + counts, flushed)
     # The most units that `length` new tokens complete, wherever the first of them stands in its
     # unit.
@@ -118,10 +125,8 @@ def enter(cache: Cache, counts: Int[Array, " B"], length: int) -> tuple[Moves, K
         return moves, positions.at[rows, group].set(place, mode="drop")
 
     blank = jnp.zeros((batch, most), jnp.int32)
-    start = (
-        Moves(blank, blank, jnp.zeros((batch,), jnp.int32)),
-        positions.reshape(batch, groups, unit),
-    )
+    no_moves = Moves(blank, blank, jnp.zeros((batch,), jnp.int32))
+    start = (no_moves, positions.reshape(batch, groups, unit))
     moves, by_group = jax.lax.fori_loop(0, most, step, start)
     return moves, {"positions": by_group.reshape(positions.shape)}
 
@@ -139,19 +144,22 @@ def read_as(cache: Cache, positions: Int[Array, "B T"], within: str) -> dict[str
         ("step") `oldest`, the first position that each query may see."""
     if within == "chunk" or positions.shape[1] == 1:
         return {"stored": cache.kept["positions"]}
-    run, sinks = runs_of(cache.layout)[0], cache.layout.method.sinks
+    run = runs_of(cache.layout)[0]
     clock = run.wiring.storage.clocks[0]
+    sinks = cache.layout.method.sinks
     # So many units are encoded when the row holds the tokens before the query. Decoding one by one
     # would then have the newest `budget` of their tokens in the body.
     units = due(clock, positions - sinks, cache.runs[0].flushed[0][:, None])
-    return {"stored": cache.kept["positions"], "oldest": units * clock.unit - run.budget + sinks}
+    oldest = units * clock.unit - run.budget + sinks
+    return {"stored": cache.kept["positions"], "oldest": oldest}
 
 
 def crop_kept(kept: Kept, lengths: Int[Array, " B"]) -> Kept:
     """Mask what lies beyond the new lengths. Tokens that were evicted do not come back."""
     if not kept:
         return kept
-    return {"positions": jnp.where(kept["positions"] < lengths[:, None], kept["positions"], -1)}
+    positions = kept["positions"]
+    return {"positions": jnp.where(positions < lengths[:, None], positions, -1)}
 
 
 def forget(kept: Kept, rows: Bool[Array, " B"]) -> Kept:

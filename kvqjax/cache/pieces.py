@@ -63,7 +63,10 @@ class Piece(struct.PyTreeNode):
 def _grain(layout: CacheLayout) -> int:
     """Give the distance, in body tokens, between places where units of all sources of all layers
     end together."""
-    return math.lcm(*(clock.unit for run in runs_of(layout) for clock in run.wiring.storage.clocks))
+    units = []
+    for run in runs_of(layout):
+        units += [clock.unit for clock in run.wiring.storage.clocks]
+    return math.lcm(*units)
 
 
 def _check_means(layout: CacheLayout, operation: str) -> None:
@@ -96,21 +99,33 @@ def _check_means(layout: CacheLayout, operation: str) -> None:
 
 
 def _place(layout: CacheLayout, tokens: Any) -> int:
-    """Find the last place, at `tokens` or before it, where units of all sources of all layers end:
-    in body tokens."""
+    """Find the last place, at `tokens` or before it, where units of all sources of all layers end.
+
+    Returns:
+        The body tokens before that place."""
     number = check_integer("tokens", tokens, 0)
-    if number < layout.method.sinks:
-        raise UserError(f"tokens={number}; the {layout.method.sinks} sinks cannot be cut apart")
-    return (number - layout.method.sinks) // _grain(layout) * _grain(layout)
+    sinks = layout.method.sinks
+    if number < sinks:
+        raise UserError(f"tokens={number}; the {sinks} sinks cannot be cut apart")
+    grain = _grain(layout)
+    return (number - sinks) // grain * grain
 
 
 def _encoded(cache: Cache) -> list[tuple[RunLayout, Int[Array, " B"]]]:
-    """List how many body tokens each clock of each run has encoded in every row."""
-    return [
-        (run, count * clock.unit)
-        for run, state in zip(runs_of(cache.layout), cache.runs, strict=True)
-        for clock, count in zip(run.wiring.storage.clocks, state.flushed, strict=True)
-    ]
+    """List how many body tokens each clock of each run has encoded in every row.
+
+    Returns:
+        A pair for every clock, run after run: the run's plan, and the tokens."""
+    encoded = []
+    for run, state in zip(runs_of(cache.layout), cache.runs, strict=True):
+        encoded += [(run, tokens) for tokens in _tokens_encoded(run, state.flushed)]
+    return encoded
+
+
+def _tokens_encoded(run: RunLayout, flushed: tuple) -> tuple[Int[Array, " B"], ...]:
+    """Turn the units that each clock of a run has encoded in every row into body tokens."""
+    clocks = run.wiring.storage.clocks
+    return tuple(units * clock.unit for units, clock in zip(flushed, clocks, strict=True))
 
 
 def _least_encoded(cache: Cache) -> Int[Array, " B"]:
@@ -120,19 +135,21 @@ def _least_encoded(cache: Cache) -> Int[Array, " B"]:
 
 def _are_known(*caches: Cache) -> bool:
     """Say whether the lengths of rows, and their counts of encoded units, are known numbers."""
-    return is_known(
-        *jax.tree.leaves(
-            [(cache.lengths, [state.flushed for state in cache.runs]) for cache in caches]
-        )
-    )
+    counts = []
+    for cache in caches:
+        counts.append(cache.lengths)
+        for state in cache.runs:
+            counts += state.flushed
+    return is_known(*counts)
 
 
 def _refuse(rows: Bool[Array, " B"], *caches: Cache) -> int | None:
     """Give the number of the first marked row. None where no row is marked, and where numbers are
     not known."""
-    if not _are_known(*caches) or not np.asarray(rows).any():
+    if not _are_known(*caches):
         return None
-    return int(np.asarray(rows).argmax())
+    marked = np.flatnonzero(np.asarray(rows))
+    return int(marked[0]) if marked.size else None
 
 
 def _emptied(cache: Cache, rows: Bool[Array, " B"]) -> Cache:
@@ -165,7 +182,8 @@ def cut(cache: Cache, tokens: int) -> tuple[Cache, Piece]:
     """
     check_cache(cache)
     _check_means(cache.layout, "cut")
-    sinks, grain = cache.layout.method.sinks, _grain(cache.layout)
+    sinks = cache.layout.method.sinks
+    grain = _grain(cache.layout)
     shift = _place(cache.layout, tokens)
     # A row may not have encoded all tokens before this place. Outside jit, the cut then moves to
     # where all rows have. Inside jit it must be static: the row is emptied.
@@ -173,10 +191,12 @@ def cut(cache: Cache, tokens: int) -> tuple[Cache, Piece]:
     with reading(readable):
         encoded = _least_encoded(cache)
         if readable:
-            shift = min(shift, int(np.asarray(encoded).min()) // grain * grain)
+            least = int(np.asarray(encoded).min())
+            shift = min(shift, least // grain * grain)
         # The head has all sinks of a row, also where it has no other token.
         row_mask = (encoded < shift) | (cache.lengths < sinks)
-    if (row := _refuse(row_mask, cache)) is not None:
+    row = _refuse(row_mask, cache)
+    if row is not None:
         length = int(np.asarray(cache.lengths)[row])
         raise UserError(
             f"row {row} holds {length} tokens, fewer than the {sinks} sinks, which cannot be cut apart"
@@ -199,46 +219,34 @@ def _cut(cache: Cache, start: int) -> Cache:
 
     Returns:
         The other tokens, as a cache of a smaller capacity holds its first ones."""
-    layout, shift = cache.layout, start - cache.layout.method.sinks
-    windows = max(clock.window for run in runs_of(layout) for clock in run.wiring.storage.clocks)
-    # A crop may leave a row all of whose tokens are encoded. A body only has slots for as many
-    # tokens as the capacity leaves beside the window: with room for a window more, it has slots for
-    # all of them.
-    piece_layout = dataclasses.replace(layout, capacity=layout.capacity - shift + windows)
+    layout = cache.layout
+    shift = start - layout.method.sinks
+    piece_layout = dataclasses.replace(layout, capacity=_piece_capacity(layout, shift))
     lengths = cache.lengths - shift
     body_lengths = lengths - layout.method.sinks
 
-    # Every unit keeps its words: the shift is a multiple of all units, so that none is cut or
-    # encoded anew.
     def shifted(old: RunLayout, new: RunLayout, state: Run) -> Run:
         """Shift one run, of which `state` is what the cache holds, from its plan `old` to the
         piece's plan `new`."""
         clocks = old.wiring.storage.clocks
-        flushed = tuple(
-            count - shift // clock.unit for count, clock in zip(state.flushed, clocks, strict=True)
-        )
+        # Whole units: the words of every unit are moved as they are.
+        left_out = [shift // clock.unit for clock in clocks]
+        flushed = tuple(n - units for n, units in zip(state.flushed, left_out, strict=True))
 
         def tile(source, name, field, layer, row, token, size):
             """Take body token `token` of the piece from where the cache has it."""
             return stored_tile(old, state, source, name, layer, row, token + shift, size)
 
-        encoded = tuple(count * clock.unit for count, clock in zip(flushed, clocks, strict=True))
-        window = {
-            name: moved_window(old.ring, new.ring, body_lengths, shift, x)
-            for name, x in state.window.items()
-        }
+        window = _window_moved(old, new, body_lengths, shift, state)
         # A cache without a body has encoded nothing, also where the piece, which has more room, has
         # one.
-        body = (
-            moved_body(new, encoded, tile) if old.slots else blank_body(new, cache.batch, new.slots)
-        )
+        if old.slots:
+            body = moved_body(new, _tokens_encoded(old, flushed), tile)
+        else:
+            body = blank_body(new, cache.batch, new.slots)
         # The sinks stay with the head; a piece behind blank ones has the form of any cache.
-        return Run(
-            body=body,
-            sinks=jax.tree.map(jnp.zeros_like, state.sinks),
-            window=window,
-            flushed=flushed,
-        )
+        sinks = jax.tree.map(jnp.zeros_like, state.sinks)
+        return Run(body=body, sinks=sinks, window=window, flushed=flushed)
 
     states = zip(runs_of(layout), runs_of(piece_layout), cache.runs, strict=True)
     # Every token of a row depends on those before it. If one before the piece is not finite, none
@@ -248,6 +256,28 @@ def _cut(cache: Cache, start: int) -> Cache:
     return cache.replace(
         runs=runs, lengths=lengths, finite=jnp.minimum(finite, lengths), layout=piece_layout
     )
+
+
+def _piece_capacity(layout: CacheLayout, shift: int) -> int:
+    """Give a capacity, in tokens, for a cache without its first `shift` body tokens.
+
+    A crop may leave a row all of whose tokens are encoded. A body only has slots for as many tokens
+    as the capacity leaves beside the window: with room for a window more, it has slots for all of
+    them."""
+    windows = []
+    for run in runs_of(layout):
+        windows += [clock.window for clock in run.wiring.storage.clocks]
+    return layout.capacity - shift + max(windows)
+
+
+def _window_moved(
+    old: RunLayout, new: RunLayout, body_lengths: Int[Array, " B"], shift: int, state: Run
+) -> dict[str, Any]:
+    """Move the window of a run into the ring of another plan (`reshape.moved_window`)."""
+    window = {}
+    for name, ring in state.window.items():
+        window[name] = moved_window(old.ring, new.ring, body_lengths, shift, ring)
+    return window
 
 
 def join(head: Cache, tail: Piece, *, capacity: int | None = None) -> Cache:
@@ -277,12 +307,16 @@ def join(head: Cache, tail: Piece, *, capacity: int | None = None) -> Cache:
     if not isinstance(tail, Piece):
         raise UserError(f"tail is a {type(tail).__name__}; wanted a Piece, which kvqjax.cut gives")
     check_cache(head, tail.cache)
-    capacity = tail.capacity if capacity is None else check_integer("capacity", capacity)
+    if capacity is None:
+        capacity = tail.capacity
+    else:
+        capacity = check_integer("capacity", capacity)
     check_length(head.layout.shape, capacity)
     layout = dataclasses.replace(head.layout, capacity=capacity)
     # Words of another method, dtype or form would be read as something else without a word.
     for field in dataclasses.fields(layout):
-        expected, actual = getattr(head.layout, field.name), getattr(tail.cache.layout, field.name)
+        expected = getattr(head.layout, field.name)
+        actual = getattr(tail.cache.layout, field.name)
         if field.name != "capacity" and expected != actual:
             raise UserError(f"the piece has another {field.name}: {actual}, wanted {expected}")
     _check_means(head.layout, "join")
@@ -300,22 +334,29 @@ def join(head: Cache, tail: Piece, *, capacity: int | None = None) -> Cache:
         # The tail may have encoded more tokens of a source than a shorter body has slots for,
         # though all tokens fit.
         for (_, tokens), run in zip(_encoded(tail.cache), _run_of_each_clock(layout), strict=True):
-            crowded = crowded | (tokens + shift > run.slots if not run.wraps else False)
-    if (row := _refuse(unready, head, tail.cache)) is not None:
+            if not run.wraps:
+                crowded = crowded | (tokens + shift > run.slots)
+    row = _refuse(unready, head, tail.cache)
+    if row is not None:
         raise UserError(
             f"row {row} of the head has not encoded the {tail.start} tokens before the piece; it must be filled "
             "further, or be what kvqjax.cut gives"
         )
-    if (row := _refuse(crowded, head, tail.cache)) is not None:
+    row = _refuse(crowded, head, tail.cache)
+    if row is not None:
+        length = int(np.asarray(lengths)[row])
         raise UserError(
-            f"row {row} would hold {int(np.asarray(lengths)[row])} tokens, which do not fit a capacity of {capacity}"
+            f"row {row} would hold {length} tokens, which do not fit a capacity of {capacity}"
         )
     return _emptied(_join(head, tail, layout), unready | crowded)
 
 
 def _run_of_each_clock(layout: CacheLayout) -> list[RunLayout]:
     """List the run of every clock of a layout, in the order of `_encoded`."""
-    return [run for run in runs_of(layout) for _ in run.wiring.storage.clocks]
+    runs = []
+    for run in runs_of(layout):
+        runs += [run] * len(run.wiring.storage.clocks)
+    return runs
 
 
 @functools.partial(jax.jit, static_argnames="layout")
@@ -330,13 +371,13 @@ def _join(head: Cache, tail: Piece, layout: CacheLayout) -> Cache:
 
     Returns:
         The cache of all these tokens."""
-    piece, shift = tail.cache, tail.start - layout.method.sinks
+    piece = tail.cache
+    shift = tail.start - layout.method.sinks
     body_lengths = piece.lengths + shift - layout.method.sinks
 
     def joined(first: RunLayout, second: RunLayout, new: RunLayout, before: Run, after: Run) -> Run:
         """Join one run: `first` and `before` are the head's plan and state, `second` and `after`
         the piece's."""
-        clocks = new.wiring.storage.clocks
 
         def tile(source, name, field, layer, row, token, size):
             """Take tokens before the piece from the head, others from the piece."""
@@ -349,39 +390,31 @@ def _join(head: Cache, tail: Piece, layout: CacheLayout) -> Cache:
             if not shift:
                 return tail_tile
             head_tile = stored_tile(first, before, source, name, layer, row, token, size)
-            return field.choose(token + jnp.arange(size) < shift, head_tile, tail_tile)
+            is_head = token + jnp.arange(size) < shift
+            return field.choose(is_head, head_tile, tail_tile)
 
         # The shift is a multiple of every unit: counts of units stay whole.
-        flushed = tuple(
-            count + shift // clock.unit for count, clock in zip(after.flushed, clocks, strict=True)
-        )
-        encoded = tuple(count * clock.unit for count, clock in zip(flushed, clocks, strict=True))
-        window = {
-            name: moved_window(second.ring, new.ring, body_lengths, -shift, x)
-            for name, x in after.window.items()
-        }
-        body = (
-            moved_body(new, encoded, tile)
-            if second.slots or shift
-            else blank_body(new, head.batch, new.slots)
-        )
+        of_head = [shift // clock.unit for clock in new.wiring.storage.clocks]
+        flushed = tuple(n + units for n, units in zip(after.flushed, of_head, strict=True))
+        window = _window_moved(second, new, body_lengths, -shift, after)
+        if second.slots or shift:
+            body = moved_body(new, _tokens_encoded(new, flushed), tile)
+        else:  # neither has encoded anything
+            body = blank_body(new, head.batch, new.slots)
         return Run(body=body, sinks=before.sinks, window=window, flushed=flushed)
 
-    plans = runs_of(head.layout), runs_of(piece.layout), runs_of(layout)
-    runs = tuple(
-        joined(*arguments) for arguments in zip(*plans, head.runs, piece.runs, strict=True)
-    )
+    plans = (runs_of(head.layout), runs_of(piece.layout), runs_of(layout))
+    parts = zip(*plans, head.runs, piece.runs, strict=True)
+    runs = tuple(joined(*part) for part in parts)
     lengths = piece.lengths + shift
     # The first token that is not finite may be among the head's. Otherwise it is the piece's first
     # one.
-    finite = jnp.where(
-        head.finite < jnp.minimum(head.lengths, tail.start), head.finite, piece.finite + shift
-    )
-    overflow = head.overflow | piece.overflow
+    in_head = head.finite < jnp.minimum(head.lengths, tail.start)
+    finite = jnp.where(in_head, head.finite, piece.finite + shift)
     return head.replace(
         runs=runs,
         lengths=lengths,
-        overflow=overflow,
+        overflow=head.overflow | piece.overflow,
         finite=jnp.minimum(finite, lengths),
         layout=layout,
     )

@@ -46,9 +46,10 @@ def _array(leaf) -> str:
 
 def arrays_text(tree) -> str:
     """Print how many arrays a pytree has, and their bytes."""
-    leaves = [
-        leaf for leaf in jax.tree.leaves(tree) if hasattr(leaf, "size") and hasattr(leaf, "dtype")
-    ]
+    leaves = []
+    for leaf in jax.tree.leaves(tree):
+        if hasattr(leaf, "size") and hasattr(leaf, "dtype"):
+            leaves.append(leaf)
     return f"{array_bytes(leaves):,} bytes in {len(leaves)} arrays"
 
 
@@ -62,11 +63,17 @@ def run_text(first: int, count: int, reader: str, parts: dict) -> str:
         parts: The run's arrays. Arrays without numbers are left out."""
     layers = f"layers {first}-{first + count - 1}" if count > 1 else f"layer {first}"
     texts = []
-    for path, leaf in jax.tree_util.tree_flatten_with_path(parts)[0]:
+    leaves, _ = jax.tree_util.tree_flatten_with_path(parts)
+    for path, leaf in leaves:
         if getattr(leaf, "size", 1):
-            name = ".".join(str(getattr(key, "key", getattr(key, "idx", key))) for key in path)
+            name = ".".join(_written_key(key) for key in path)
             texts.append(f"{name} {_array(leaf)}")
     return f"{layers}, read by {reader}: {', '.join(texts)}"
+
+
+def _written_key(key: Any) -> str:
+    """Write a key of a pytree's path: a name of a dict, or a place in a tuple."""
+    return str(getattr(key, "key", getattr(key, "idx", key)))
 
 
 def states_text(layers: int, states: tuple[dict, ...]) -> str:
@@ -165,35 +172,37 @@ def blank_body(run: RunLayout, rows: int, slots: int) -> dict:
     Returns:
         The body; an empty one where the plan has no slots.
     """
-    return {
-        source: {
-            name: field.packing.allocate((run.count, rows), slots)
-            for name, field in codec.fields.items()
-        }
-        for source, codec in (run.wiring.storage.codecs.items() if run.slots else ())
-    }
+    body: dict[str, dict[str, Stored]] = {}
+    if not run.slots:
+        return body
+    for source, codec in run.wiring.storage.codecs.items():
+        fields = {}
+        for name, field in codec.fields.items():
+            fields[name] = field.packing.allocate((run.count, rows), slots)
+        body[source] = fields
+    return body
 
 
 def _allocate_run(run: RunLayout, batch: int, layout: CacheLayout) -> Run:
     """Allocate the arrays of a run for `batch` empty rows."""
-    lead, dtype, sources = (run.count, batch), layout.dtype, run.wiring.storage.sources
-    sinks = layout.method.sinks
-    rows, slots = batch, run.slots
-    if (
-        run.page
-    ):  # a body in pages is stored as if its rows were pages, and its slots a page's tokens
+    if run.page:
+        # A body in pages is stored as if its rows were pages, and its slots a page's tokens.
         assert layout.pool is not None
-        rows, slots = layout.pool.pages, run.page
-    return Run(
-        body=blank_body(run, rows, slots),
-        sinks={name: jnp.zeros((*lead, sinks, width), dtype) for name, width in sources.items()}
-        if sinks
-        else {},
-        window={
-            name: jnp.zeros((*lead, run.ring, width), dtype) for name, width in sources.items()
-        },
-        flushed=tuple(jnp.zeros((batch,), jnp.int32) for _ in run.wiring.storage.clocks),
-    )
+        body = blank_body(run, layout.pool.pages, run.page)
+    else:
+        body = blank_body(run, batch, run.slots)
+
+    def exact(tokens: int) -> dict[str, Leaf]:
+        """Allocate `tokens` exact tokens of every row, {source: [L, B, tokens, W]}."""
+        arrays = {}
+        for name, width in run.wiring.storage.sources.items():
+            arrays[name] = jnp.zeros((run.count, batch, tokens, width), layout.dtype)
+        return arrays
+
+    sinks = exact(layout.method.sinks) if layout.method.sinks else {}
+    window = exact(run.ring)
+    flushed = tuple(jnp.zeros((batch,), jnp.int32) for _ in run.wiring.storage.clocks)
+    return Run(body, sinks, window, flushed)
 
 
 @jax.enable_x64(False)
@@ -213,11 +222,14 @@ def allocate_cache(layout: CacheLayout, batch: int) -> Cache:
     chains(layout)  # refuses layers that cannot feed each other, before anything is cached
     runs = tuple(_allocate_run(run, batch, layout) for run in runs_of(layout))
     kept = empty_kept(runs_of(layout)[0], batch)  # with eviction, all runs have one budget
-    lengths, finite = (jnp.zeros((batch,), jnp.int32) for _ in range(2))
+    # Two arrays: a call to which the cache is donated takes each array's memory once.
+    lengths = jnp.zeros((batch,), jnp.int32)
+    finite = jnp.zeros((batch,), jnp.int32)
     states = _allocate_states(layout, batch)
     width = table_width(layout)
     pages = jnp.full((batch, width), NO_PAGE, jnp.int32) if width else None
-    return Cache(runs, lengths, jnp.zeros((batch,), bool), finite, layout, kept, states, pages)
+    overflow = jnp.zeros((batch,), bool)
+    return Cache(runs, lengths, overflow, finite, layout, kept, states, pages)
 
 
 def empty_kept(run: RunLayout, batch: int) -> dict[str, Leaf]:
@@ -230,7 +242,9 @@ def empty_kept(run: RunLayout, batch: int) -> dict[str, Leaf]:
     Returns:
         `Cache.kept`: no slot of the body holds a token. It is empty where a body keeps all tokens.
     """
-    return {"positions": jnp.full((batch, run.budget), -1, jnp.int32)} if run.budget else {}
+    if not run.budget:
+        return {}
+    return {"positions": jnp.full((batch, run.budget), -1, jnp.int32)}
 
 
 def room(cache: Cache) -> Int[Array, " B"] | int:
@@ -266,11 +280,12 @@ def _can_be_deleted(kind: type) -> bool:
 def check_alive(*values: Any) -> None:
     """Raise UserError when an array of a cache, or of pending sources, was donated: a jitted call
     took its memory."""
-    if any(_can_be_deleted(type(x)) and x.is_deleted() for x in jax.tree.leaves(values)):
-        raise UserError(
-            "this cache was donated to an earlier call, or shares arrays with one that was; "
-            "go on with what that call returned, or fork the cache before it"
-        )
+    for leaf in jax.tree.leaves(values):
+        if _can_be_deleted(type(leaf)) and leaf.is_deleted():
+            raise UserError(
+                "this cache was donated to an earlier call, or shares arrays with one that was; "
+                "go on with what that call returned, or fork the cache before it"
+            )
 
 
 def check_mesh(cache: Cache) -> None:
@@ -293,10 +308,9 @@ def bounded(cache: Cache, bound: LengthBound | None) -> Cache:
 def body_tokens(run: RunLayout, state: Run) -> Int[Array, " B"]:
     """Count the tokens of each row that are encoded in every source, and so attended to in the
     body."""
-    units = [
-        f * clock.unit for f, clock in zip(state.flushed, run.wiring.storage.clocks, strict=True)
-    ]
-    return functools.reduce(jnp.minimum, units)
+    clocks = run.wiring.storage.clocks
+    tokens = [units * clock.unit for units, clock in zip(state.flushed, clocks, strict=True)]
+    return functools.reduce(jnp.minimum, tokens)
 
 
 def due(
@@ -318,10 +332,8 @@ def units_due(
     run: RunLayout, state: Run, body_length: Int[Array, " B"]
 ) -> tuple[Int[Array, " B"], ...]:
     """Count the `due` units of every clock of a run whose rows hold `body_length` body tokens."""
-    return tuple(
-        due(clock, body_length, f)
-        for clock, f in zip(run.wiring.storage.clocks, state.flushed, strict=True)
-    )
+    clocks = zip(run.wiring.storage.clocks, state.flushed, strict=True)
+    return tuple(due(clock, body_length, flushed) for clock, flushed in clocks)
 
 
 def ring_tokens(ring: int, first: Int[Array, " B"]) -> Int[Array, "B C"]:
@@ -349,9 +361,8 @@ def admitted(
     Raises:
         UserError: As `check_mesh`."""
     check_mesh(cache)
-    fits, overflow = clipped(
-        counts, 0, jnp.minimum(length, jnp.maximum(room(cache) - cache.lengths, 0))
-    )
+    spare = jnp.maximum(room(cache) - cache.lengths, 0)
+    fits, overflow = clipped(counts, 0, jnp.minimum(length, spare))
     return fits, cache.overflow | overflow
 
 
@@ -410,22 +421,21 @@ def row_axes(cache: Cache) -> Cache:
         return jax.tree.map(lambda _: axis, tree)
 
     def run(state: Run) -> Run:
-        stacked = {
-            part: axis_of_all(getattr(state, part), 1) for part in ("body", "sinks", "window")
-        }
-        return Run(flushed=axis_of_all(state.flushed, 0), **stacked)
+        return Run(
+            body=axis_of_all(state.body, 1),
+            sinks=axis_of_all(state.sinks, 1),
+            window=axis_of_all(state.window, 1),
+            flushed=axis_of_all(state.flushed, 0),
+        )
 
-    runs = tuple(run(state) for state in cache.runs)
-    states = axis_of_all(cache.states, 1)
-    pages = axis_of_all(cache.pages, 0)
     return cache.replace(
-        runs=runs,
+        runs=tuple(run(state) for state in cache.runs),
         lengths=0,
         overflow=0,
         finite=0,
         kept=axis_of_all(cache.kept, 0),
-        states=states,
-        pages=pages,
+        states=axis_of_all(cache.states, 1),
+        pages=axis_of_all(cache.pages, 0),
     )
 
 
@@ -433,12 +443,13 @@ def row_axes(cache: Cache) -> Cache:
 def _promised(layout: CacheLayout, batch: int) -> tuple[_Promise, ...]:
     """List what the arrays of a cache of this layout look like, in the order of its leaves."""
     cache = jax.eval_shape(functools.partial(allocate_cache, layout, batch))
-    leaves = jax.tree_util.tree_flatten_with_path(cache)[0]
+    leaves, _ = jax.tree_util.tree_flatten_with_path(cache)
     axes = jax.tree.leaves(row_axes(cache))
-    return tuple(
-        _Promise(jax.tree_util.keystr(path)[1:], leaf.shape, leaf.dtype, axis)
-        for (path, leaf), axis in zip(leaves, axes, strict=True)
-    )
+    promises = []
+    for (path, leaf), axis in zip(leaves, axes, strict=True):
+        name = jax.tree_util.keystr(path).removeprefix(".")
+        promises.append(_Promise(name, leaf.shape, leaf.dtype, axis))
+    return tuple(promises)
 
 
 def check_cache(*caches: Any) -> None:
@@ -461,7 +472,9 @@ def check_cache(*caches: Any) -> None:
 def _check_kind(cache: Any) -> None:
     """Raise UserError for what is no Cache."""
     if not isinstance(cache, Cache):
-        hint = "; forward and prefill return (logits, cache)" if isinstance(cache, tuple) else ""
+        hint = ""
+        if isinstance(cache, tuple):
+            hint = "; forward and prefill return (logits, cache)"
         raise UserError(f"cache is {named(cache)}; wanted a Cache, such as init_cache gives{hint}")
 
 
@@ -477,7 +490,8 @@ def _check_arrays(cache: Cache) -> None:
             f"the cache's lengths have shape {list(lengths)}, wanted [rows]: every array needs its row axis, "
             "which kvqjax.row_axes(cache) names"
         )
-    leaves, promises = jax.tree.leaves(cache), _promised(cache.layout, lengths[0])
+    leaves = jax.tree.leaves(cache)
+    promises = _promised(cache.layout, lengths[0])
     if len(leaves) != len(promises):
         raise UserError(f"the cache has {len(leaves)} arrays, its layout promises {len(promises)}")
     inside_shard_map = bool(jax.sharding.get_abstract_mesh().manual_axes)
@@ -490,12 +504,10 @@ def _check_arrays(cache: Cache) -> None:
 
 def _is_part(shape: tuple[int, ...] | None, promise: _Promise) -> bool:
     """Say whether a device's part of an array has all of its layers and rows."""
+    if shape is None or len(shape) != len(promise.shape):
+        return False
     rows = promise.row_axis + 1
-    return (
-        shape is not None
-        and len(shape) == len(promise.shape)
-        and shape[:rows] == promise.shape[:rows]
-    )
+    return shape[:rows] == promise.shape[:rows]
 
 
 def _broken(leaf: Any, promise: _Promise, capacity: int) -> str:
@@ -504,7 +516,9 @@ def _broken(leaf: Any, promise: _Promise, capacity: int) -> str:
     Args:
         leaf: The array, or what stands in its place.
         promise: What it should look like."""
-    name, shape, axis = promise.name, promise.shape, promise.row_axis
+    name = promise.name
+    shape = promise.shape
+    axis = promise.row_axis
     actual = getattr(leaf, "shape", None)
     if actual is None:
         return f"{name} of the cache is a {type(leaf).__name__}, not an array"

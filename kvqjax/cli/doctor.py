@@ -17,43 +17,58 @@ from kvqjax.pallas_kernels.chips import target_of
 
 
 def _rows(machine: Machine, full: bool) -> tuple[list[dict[str, Any]], list[Finding]]:
-    """A row for everything that can be checked here, and what was found on the way."""
-    target, messages = target_of(jnp.zeros(())), []
+    """Check what can be checked here: the plain decoders, and this chip's kernels.
+
+    Args:
+        full: check all shapes and methods.
+
+    Returns:
+        (a row for each check, what was noticed on the way)."""
+    target = target_of(jnp.zeros(()))
     if target == "cpu" and machine.platform != "cpu":
         return [], [Finding(False, f"no kernels for {machine.devices[0]}; the plain path serves")]
-    plain = list(report.plain_rows(report.PLAIN if full else report.FEW_PLAIN, target))
+    methods = report.PLAIN if full else report.FEW_PLAIN
+    plain = list(report.plain_rows(methods, target))
     if target == "cpu":
         return plain, []
+    messages: list[Finding] = []
+
+    def tell(line: str) -> None:
+        messages.append(Finding(False, line))
+
     shapes = report.FULL if full else report.SHAPES
-
-    def tell(line):
-        return messages.append(Finding(False, line))
-
-    checked = list(
-        report.kernel_rows(
-            target, jax.local_devices()[0].device_kind, shapes, verdict_folder(), tell
-        )
-    )
-    columns = dict.fromkeys(name for row in checked for name in row)
+    device_kind = jax.local_devices()[0].device_kind
+    checked = list(report.kernel_rows(target, device_kind, shapes, verdict_folder(), tell))
+    # A table's rows have equal keys. Kernels have more figures than plain decoders.
+    columns: dict[str, Any] = {}
+    for row in checked:
+        columns |= dict.fromkeys(row)
     return [*checked, *(columns | row for row in plain)], messages
 
 
 def _is_sound(noticed: list[Finding], rows: list[dict[str, Any]]) -> bool:
-    return not any(finding.bad for finding in noticed) and all(
-        row["verdict"] in ("sound", "faster", "slower") for row in rows
-    )
+    """Say whether nothing is wrong. A kernel that is slower than the plain form is not used, but
+    sound."""
+    if any(finding.bad for finding in noticed):
+        return False
+    return all(row["verdict"] in ("sound", "faster", "slower") for row in rows)
 
 
 def _print(
     machine: Machine, noticed: list[Finding], rows: list[dict[str, Any]], sound: bool
 ) -> None:
-    typer.echo(" ".join(f"{name} {number}" for name, number in machine.packages.items()))
-    memory = "" if machine.memory is None else f", {size(machine.memory)} each"
+    """Print the machine, what was noticed, and a table of the checks."""
+    versions = [f"{package} {version}" for package, version in machine.packages.items()]
+    typer.echo(" ".join(versions))
+    memory = ""
+    if machine.memory is not None:
+        memory = f", {size(machine.memory)} each"
     typer.echo(f"{len(machine.devices)} x {machine.devices[0]} ({machine.platform}){memory}")
     if machine.driver:
         typer.echo(f"NVIDIA driver {machine.driver}")
     for finding in noticed:
-        typer.echo(("wrong: " if finding.bad else "note: ") + finding.text)
+        label = "wrong" if finding.bad else "note"
+        typer.echo(f"{label}: {finding.text}")
     if rows:
         show(rows, False)
     typer.echo(report.unchecked(machine.platform))
@@ -82,10 +97,14 @@ def doctor(
     noticed = [*findings(machine), *messages]
     sound = _is_sound(noticed, rows)
     if as_json:
-        about = machine._asdict() | {"verdicts": str(verdict_folder())}
-        listed = [finding._asdict() for finding in noticed]
-        text = {"sound": sound, "machine": about, "findings": listed, "rows": rows}
-        typer.echo(json.dumps(text | {"unchecked": report.unchecked(machine.platform)}, indent=1))
+        answer = {
+            "sound": sound,
+            "machine": machine._asdict() | {"verdicts": str(verdict_folder())},
+            "findings": [finding._asdict() for finding in noticed],
+            "rows": rows,
+            "unchecked": report.unchecked(machine.platform),
+        }
+        typer.echo(json.dumps(answer, indent=1))
     else:
         _print(machine, noticed, rows, sound)
     if not sound:

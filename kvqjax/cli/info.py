@@ -39,22 +39,27 @@ def methods(model: ModelName = "demo", as_json: Json = False) -> None:
     config = config_of(model)
     rows: list[dict[str, Any]] = []
     for name, factory in METHODS.items():
-        options = {p.name: p.default for p in introspect.signature(factory).parameters.values()}
-        about = " ".join((introspect.getdoc(factory) or "").split("\n\n")[0].split())
+        parameters = introspect.signature(factory).parameters.values()
+        options = {parameter.name: parameter.default for parameter in parameters}
+        first_paragraph = (introspect.getdoc(factory) or "").split("\n\n")[0]
+        about = " ".join(first_paragraph.split())  # on one line
         method = factory()
-        sources = [fit.source for fit in needed(method, config)]
-        needs = "text" if "text" in sources else "weights" if sources else "nothing"
         bits = plan_memory(config, method, 1024, 1, MeshSize()).book.bits_method
+        sources = [fit.source for fit in needed(method, config)]
+        needs = "nothing"
+        if sources:
+            needs = "text" if "text" in sources else "weights"
         row = {"method": name, "bits": bits, "needs": needs}
         rows.append(row | {"about": about, "options": options})
-    if not as_json:
-        rows = [
-            r | {"options": ", ".join(f"{k}={v}" for k, v in r["options"].items())} for r in rows
-        ]
-    show(rows, as_json)
-    if not as_json:
-        typer.echo(NOTE)
-        typer.echo("\n" + textwrap.fill(measured_text(), 80, break_on_hyphens=False))
+    if as_json:
+        show(rows, True)
+        return
+    for row in rows:
+        written = [f"{option}={value}" for option, value in row["options"].items()]
+        row["options"] = ", ".join(written)
+    show(rows, False)
+    typer.echo(NOTE)
+    typer.echo("\n" + textwrap.fill(measured_text(), 80, break_on_hyphens=False))
 
 
 def inspect(folder: Path, as_json: Json = False) -> None:
@@ -65,10 +70,10 @@ def inspect(folder: Path, as_json: Json = False) -> None:
     kind = read_object(file).get("kind", "")
     about = read_description(folder, kind)
     arrays = read_arrays(folder, about)
-    rows = [
-        {"array": n, "shape": list(a.shape), "dtype": str(a.dtype), "bytes": array_bytes(a)}
-        for n, a in arrays.items()
-    ]
+    rows = []
+    for name, array in arrays.items():
+        row = {"array": name, "shape": list(array.shape), "dtype": str(array.dtype)}
+        rows.append(row | {"bytes": array_bytes(array)})
     if as_json:
         typer.echo(json.dumps({"description": about, "arrays": rows}, indent=1))
         return

@@ -25,7 +25,7 @@ class Prompts(NamedTuple):
 
 
 def _piped() -> str:
-    """All of standard input; nothing where there is none."""
+    """Read all of standard input; nothing where there is none."""
     if sys.stdin is None:
         return ""
     try:
@@ -36,15 +36,19 @@ def _piped() -> str:
 
 
 def _file_prompt(path: Path) -> str:
-    """The prompt that a file holds, without the line end that editors and `echo` put at its end."""
-    if path != STANDARD_INPUT:
-        if not os.path.exists(path) and (" " in str(path) or "\n" in str(path)):
-            raise UserError(f"-f {str(path)[:40]!r}: no such file; -p takes the text itself")
-        text, name = open_text(path, pipes=True), str(path)
-    else:
+    """Read the prompt that a file holds, without the line end that editors and `echo` put at its
+    end."""
+    if path == STANDARD_INPUT:
+        name = "standard input"
         if sys.stdin is not None and sys.stdin.isatty():
             print("type the prompt; Ctrl-D at the beginning of a line ends it", file=sys.stderr)
-        text, name = _piped(), "standard input"
+        text = _piped()
+    else:
+        name = str(path)
+        # A name with spaces that does not exist was meant as the text.
+        if not os.path.exists(path) and (" " in name or "\n" in name):
+            raise UserError(f"-f {name[:40]!r}: no such file; -p takes the text itself")
+        text = open_text(path, pipes=True)
     text = text.removesuffix("\n")
     if not text:
         raise UserError(f"{name}: empty; there is no prompt in it")
@@ -52,23 +56,25 @@ def _file_prompt(path: Path) -> str:
 
 
 def _prompt_of(record: Record) -> Any:
-    """A string, or a list of messages."""
+    """Read the prompt of a record: a string, or a list of messages."""
     value = record.value
     if isinstance(value, dict):
         value = value.get("messages", value.get("prompt"))
-    messages = (
-        isinstance(value, list)
-        and value
-        and all(isinstance(item, dict) and "role" in item for item in value)
-    )
-    if not (isinstance(value, str) or messages):
+    if not isinstance(value, str) and not _are_messages(value):
         expected = 'a JSON string, or an object with a "prompt" or with "messages" of a role and content each'
         raise UserError(f"{record.where}: {str(record.value)[:40]!r} is not {expected}")
     return value
 
 
+def _are_messages(value: Any) -> bool:
+    """Say whether a value of JSON is a list of messages, of at least one."""
+    if not isinstance(value, list) or not value:
+        return False
+    return all(isinstance(item, dict) and "role" in item for item in value)
+
+
 def _batch(path: Path) -> list[Any]:
-    """The prompts of a file: one a line, or in JSON."""
+    """Read the prompts of a file: one a line, or in JSON."""
     if any(name in JSON_NAMES for name in path.suffixes):
         prompts = [_prompt_of(record) for record in json_lines(path)]
     else:
@@ -109,20 +115,21 @@ def read_prompts(
         )
     if [*files, batch].count(STANDARD_INPUT) > 1:
         raise UserError("standard input (-) can be read once")
-    texts: list[Any] = [
-        *words,
-        *prompts,
-        *map(_file_prompt, files),
-        *(_batch(batch) if batch else []),
-    ]
+    texts: list[Any] = [*words, *prompts]
+    texts += [_file_prompt(file) for file in files]
+    if batch:
+        texts += _batch(batch)
     if not texts:
-        text = "" if sys.stdin is None or sys.stdin.isatty() else _piped().removesuffix("\n")
+        text = ""
+        # A terminal would wait for what nobody knows is wanted.
+        if sys.stdin is not None and not sys.stdin.isatty():
+            text = _piped().removesuffix("\n")
         if not text:
             raise UserError(GIVE)
         texts = [text]
-    talks = [not isinstance(text, str) for text in texts]
-    if any(talks) and not all(talks) and not chat:
+    are_messages = [not isinstance(text, str) for text in texts]
+    if any(are_messages) and not all(are_messages) and not chat:
         raise UserError(
             "some prompts are messages and others are text; with --chat all go through the chat template"
         )
-    return Prompts(texts, chat or any(talks))
+    return Prompts(texts, chat or any(are_messages))

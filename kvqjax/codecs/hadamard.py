@@ -30,27 +30,39 @@ FACTOR = 6  # log2 of the largest Sylvester factor applied as one matrix product
 
 
 def _is_prime(number: int) -> bool:
-    return number > 1 and all(number % d for d in range(2, int(number**0.5) + 1))
+    """Say whether a number is a prime, by trial division: orders are at most thousands."""
+    divisors = range(2, int(number**0.5) + 1)
+    return number > 1 and all(number % divisor for divisor in divisors)
 
 
 def _paley_kind(order: int) -> int:
     """Say which of Paley's constructions gives that order, 1 or 2; 0 if neither does."""
-    if _is_prime(order - 1) and order % 4 == 0:
+    if order % 4:
+        return 0
+    if _is_prime(order - 1):  # p = 3 mod 4, as 4 divides p + 1
         return 1
-    return 2 if order % 4 == 0 and _is_prime(order // 2 - 1) and order // 2 % 4 == 2 else 0
+    half = order // 2  # p + 1 of the second construction, where p = 1 mod 4
+    if half % 4 == 2 and _is_prime(half - 1):
+        return 2
+    return 0
 
 
 def _split(order: int) -> tuple[int, int] | None:
     """Write the order as base * 2^k, base being 1 or the smallest Paley order. Gives (base, k), or
     None if no construction is known."""
-    odd, twos = order, 0
+    odd = order
+    twos = 0  # how often 2 divides the order
     while odd % 2 == 0:
-        odd, twos = odd // 2, twos + 1
+        odd //= 2
+        twos += 1
     if odd == 1:
         return 1, twos
-    known = (t for t in range(twos + 1) if _paley_kind(odd << t))
-    first = next(known, None)
-    return None if first is None else (odd << first, twos - first)
+    # Sylvester's factors are cheaper than Paley's: the base takes as few twos as it can.
+    for taken in range(twos + 1):
+        base = odd << taken
+        if _paley_kind(base):
+            return base, twos - taken
+    return None
 
 
 def has_hadamard(order: int) -> bool:
@@ -59,29 +71,37 @@ def has_hadamard(order: int) -> bool:
 
 
 def _paley(order: int) -> np.ndarray:
-    """Build Paley's Hadamard matrix of an order that has one."""
-    prime = order - 1 if _paley_kind(order) == 1 else order // 2 - 1
-    squares = {i * i % prime for i in range(1, prime)}
+    """Build Paley's Hadamard matrix of an order that has one, int8 [order, order]."""
+    is_first_kind = _paley_kind(order) == 1
+    prime = order - 1 if is_first_kind else order // 2 - 1
+    numbers = np.arange(prime)
+    squares = numbers[1:] ** 2 % prime
     # The Legendre symbol: 1 for squares modulo the prime, -1 for other numbers, 0 for 0.
-    residue = np.array([0] + [1 if i in squares else -1 for i in range(1, prime)])
+    symbol = np.where(np.isin(numbers, squares), 1, -1)
+    symbol[0] = 0
+    differences = numbers[None, :] - numbers[:, None]
+    # S: the symbols of all differences, with a border of ones.
     core = np.zeros((prime + 1, prime + 1), np.int64)
-    core[1:, 1:] = residue[(np.arange(prime)[None, :] - np.arange(prime)[:, None]) % prime]
+    core[1:, 1:] = symbol[differences % prime]
+    core[0, 1:] = 1
+    core[1:, 0] = 1
     identity = np.eye(prime + 1, dtype=np.int64)
-    if _paley_kind(order) == 1:  # I + S with S skew
-        core[0, 1:], core[1:, 0] = 1, -1
+    if is_first_kind:  # I + S, where S is skew: so is its border
+        core[1:, 0] = -1
         return (identity + core).astype(np.int8)
-    # S is symmetric; its zeros become [[1,-1],[-1,-1]], its entries +-1 become +-[[1,1],[1,-1]].
-    core[0, 1:], core[1:, 0] = 1, 1
-    return (np.kron(core, [[1, 1], [1, -1]]) + np.kron(identity, [[1, -1], [-1, -1]])).astype(
-        np.int8
-    )
+    # S is symmetric. Its entries +-1 become +-[[1,1],[1,-1]], its zeros become [[1,-1],[-1,-1]].
+    entries = np.kron(core, [[1, 1], [1, -1]])
+    zeros = np.kron(identity, [[1, -1], [-1, -1]])
+    return (entries + zeros).astype(np.int8)
 
 
 def _sylvester_factors(power: int) -> list[np.ndarray]:
     """Factorise Sylvester's matrix of order 2^power into as few matrices as possible, of orders up
     to 2^FACTOR and as equal as possible."""
     count = -(-power // FACTOR)
-    return [sylvester(1 << (power + i) // count, np.int8) for i in range(count)]
+    # The powers of the factors differ by at most 1, and add up to `power`.
+    powers = [(power + i) // count for i in range(count)]
+    return [sylvester(1 << part, np.int8) for part in powers]
 
 
 def _hadamard_factors(order: int) -> list[np.ndarray]:
@@ -93,7 +113,10 @@ def _hadamard_factors(order: int) -> list[np.ndarray]:
             f"no Hadamard matrix of order {order} is known here; powers of two always are"
         )
     base, power = parts
-    return ([_paley(base)] if base > 1 else []) + _sylvester_factors(power)
+    factors = _sylvester_factors(power)
+    if base == 1:
+        return factors
+    return [_paley(base), *factors]
 
 
 def _product(factors: list[np.ndarray]) -> np.ndarray:
@@ -111,27 +134,34 @@ def hadamard(order: int) -> np.ndarray:
 def _odd_factors(order: int) -> tuple[list[int], int]:
     """Divide `order` >= 1 by 5 and 3 as often as they go. Gives the divisors and the quotient."""
     divisors = []
+    quotient = order
     for prime in (5, 3):
-        while order % prime == 0:
+        while quotient % prime == 0:
             divisors.append(prime)
-            order //= prime
-    return divisors, order
+            quotient //= prime
+    return divisors, quotient
+
+
+def _is_power_of_two(number: int) -> bool:
+    return number.bit_count() == 1
 
 
 def transform_factors(order: int) -> list[np.ndarray]:
     """Give integer matrices whose Kronecker product, first to last, is the transform's matrix of
     `order` channels. Those of an odd order come first."""
     odd, quotient = _odd_factors(order)
-    if quotient.bit_count() > 1:  # 7, 11 or another odd number is left
+    if not _is_power_of_two(quotient):  # 7, 11 or another odd number is left
         return _hadamard_factors(order)
     # M_p of the module's docstring.
-    between = [(size * np.eye(size) - 2).astype(np.int8) for size in odd]
-    return between + _sylvester_factors(quotient.bit_length() - 1)
+    odd_factors = [(prime * np.eye(prime) - 2).astype(np.int8) for prime in odd]
+    power = quotient.bit_length() - 1
+    return odd_factors + _sylvester_factors(power)
 
 
 def has_transform(order: int) -> bool:
     """Say whether `transform_matrix(order)` can be built."""
-    return _odd_factors(order)[1].bit_count() == 1 or has_hadamard(order)
+    _, quotient = _odd_factors(order)
+    return _is_power_of_two(quotient) or has_hadamard(order)
 
 
 @functools.lru_cache(maxsize=32)
@@ -144,8 +174,9 @@ def transform_matrix(order: int) -> np.ndarray:
 def splits(order: int, head_dim: int) -> bool:
     """Say whether the transform of `order` channels is one between heads of `head_dim` after one
     within each."""
-    quotient = _odd_factors(order)[1]
-    return quotient.bit_count() == head_dim.bit_count() == 1 and order % head_dim == 0
+    _, quotient = _odd_factors(order)
+    are_powers = _is_power_of_two(quotient) and _is_power_of_two(head_dim)
+    return are_powers and order % head_dim == 0
 
 
 def transform(x: Float[Array, "*B W"], inverse: bool = False) -> Float[Array, "*B W"]:
@@ -168,13 +199,17 @@ def multiplied(
     Returns:
         The products, float32.
     """
+    shape = x.shape
     # The axis of W channels is split in three: the factors that are done, this factor, and those
     # that are left.
-    shape, outer, inner = x.shape, 1, x.shape[-1]
+    outer = 1
+    inner = shape[-1]
     for factor in parts:
         size = factor.shape[0]
         inner //= size
-        matrix = jnp.asarray(factor.T if inverse else factor, jnp.float32)
+        # The inverse of such a matrix is its transpose, but for a factor.
+        oriented = factor.T if inverse else factor
+        matrix = jnp.asarray(oriented, jnp.float32)
         x = x.reshape(*shape[:-1], outer, size, inner)
         x = jnp.einsum("ij,...djl->...dil", matrix, x, precision=jax.lax.Precision.HIGHEST)
         outer *= size

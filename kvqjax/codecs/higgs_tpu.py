@@ -68,18 +68,24 @@ def plan(points: np.ndarray, group: int, groups: int) -> Plan | None:
         groups that are not whole vectors.
     """
     count, dim = points.shape
+    _, exponent = math.frexp(float(np.abs(points).max()))
     # So that the largest number comes to lie between 2^14 and 2^15; float16 ends just below 2^16.
-    raised = HALF.maxexp - 1 - math.frexp(float(np.abs(points).max()))[1]
+    raised = HALF.maxexp - 1 - exponent
     halves = np.ldexp(points, raised).astype(np.float16)
-    is_exact = (np.ldexp(halves.astype(np.float32), -raised) == points).all()
+    restored = np.ldexp(halves.astype(np.float32), -raised)
+    is_exact = (restored == points).all()
     if group % dim or count > MOST_POINTS or not is_exact:
         return None
-    # [n, p rounded up to even]
-    fields = np.pad(halves, [(0, 0), (0, dim % 2)]).view(np.uint16).astype(np.uint32)
+    even = np.pad(halves, [(0, 0), (0, dim % 2)])  # [n, p rounded up to even]
+    fields = even.view(np.uint16).astype(np.uint32)
+    low = fields[:, 0::2]
+    high = fields[:, 1::2]
+    words = (low | high << 16).T
     tile, inner, outer = _factors(group // dim, groups, dim)
-    words = (fields[:, 0::2] | fields[:, 1::2] << 16).T
-    # Twice, for the two pieces of a number.
-    rows = [inner[j::dim] for j in range(dim) for _ in range(2)]
+    rows = []
+    for channel in range(dim):
+        # The rows of this channel of all vectors: twice, for the two pieces of a number.
+        rows += [inner[channel::dim]] * 2
     return Plan(words, raised, dim, tile, np.concatenate(rows), outer)
 
 
@@ -95,30 +101,34 @@ def _factors(vectors: int, groups: int, dim: int) -> tuple[int, np.ndarray, np.n
         (tile, M_inner, M_outer). A tile is a part of a group, or else whole groups side by side, as
         many as fill the lanes; M_outer is then [[1]].
     """
-    part, group = max(TPU_LANES, CHANNELS // dim), vectors * dim
-    if vectors % part == 0 and has_transform(vectors // part) and has_transform(part * dim):
-        outer, inner = transform_matrix(vectors // part), transform_matrix(part * dim)
-        if np.array_equal(np.kron(outer, inner), transform_matrix(group)):
+    matrix = transform_matrix(vectors * dim)
+    part = max(TPU_LANES, CHANNELS // dim)  # vectors
+    parts = vectors // part
+    if vectors % part == 0 and has_transform(parts) and has_transform(part * dim):
+        outer = transform_matrix(parts)
+        inner = transform_matrix(part * dim)
+        # Paley's matrices are no such product.
+        if np.array_equal(np.kron(outer, inner), matrix):
             return part, inner, outer
     groups_of_tile = 1
     if vectors < TPU_LANES and TPU_LANES % vectors == 0:
         groups_of_tile = TPU_LANES // vectors
     if groups % groups_of_tile:
         groups_of_tile = 1
-    inner = np.kron(np.eye(groups_of_tile, dtype=np.int8), transform_matrix(group))
+    # Each group is transformed by itself.
+    inner = np.kron(np.eye(groups_of_tile, dtype=np.int8), matrix)
     return groups_of_tile * vectors, inner, transform_matrix(1)
 
 
 def _chosen(table: np.ndarray, codes: UInt[Array, "*B V"]) -> UInt[Array, "*B V"]:
     """Look up table[codes] by selects, for tables whose length is a power of two."""
     candidates = [jnp.uint32(word) for word in table]
+    bits = len(table).bit_length() - 1
     # Each bit halves the candidates: the lowest bit decides between neighbours.
-    for bit in range(len(table).bit_length() - 1):
+    for bit in range(bits):
         is_set = (codes & jnp.uint32(1 << bit)) != 0
-        candidates = [
-            jnp.where(is_set, high, low)
-            for low, high in zip(candidates[0::2], candidates[1::2], strict=True)
-        ]
+        neighbours = zip(candidates[0::2], candidates[1::2], strict=True)
+        candidates = [jnp.where(is_set, high, low) for low, high in neighbours]
     return jnp.broadcast_to(candidates[0], codes.shape)
 
 
@@ -128,24 +138,33 @@ def _pieces(half: UInt[Array, "*B V"], raised: int) -> list[Float[Array, "*B V"]
     Args:
         half: bits of float16 numbers, in the low halves of words: the numbers times 2^raised.
         raised: as in `Plan`.
+
+    Returns:
+        The number cut off after bfloat16's bits, and the rest.
     """
-    sign, magnitude = (half & jnp.uint32(0x8000)) << 16, (half & jnp.uint32(0x7FFF)) << 13
+    sign = (half & jnp.uint32(0x8000)) << 16
+    magnitude = (half & jnp.uint32(0x7FFF)) << 13  # exponent and mantissa, where float32 has them
     # Bits of a float32 number, too small by a power of two: exponents of float16 and float32 have
     # different offsets.
     wide = sign | magnitude
     offset = jnp.finfo(jnp.float32).maxexp - HALF.maxexp
     number = jax.lax.bitcast_convert_type(wide, jnp.float32) * jnp.float32(2.0 ** (offset - raised))
-    top = jax.lax.bitcast_convert_type(number, jnp.uint32) & jnp.uint32(0xFFFF0000)
-    top = jax.lax.bitcast_convert_type(top, jnp.float32)
+    # A bfloat16 number is the upper half of a float32 number.
+    top_bits = jax.lax.bitcast_convert_type(number, jnp.uint32) & jnp.uint32(0xFFFF0000)
+    top = jax.lax.bitcast_convert_type(top_bits, jnp.float32)
     return [top.astype(jnp.bfloat16), (number - top).astype(jnp.bfloat16)]
 
 
 def _tile_product(plan: Plan, words: tuple[UInt[Array, "*B V"], ...]) -> Float[Array, "*B W"]:
     """Apply the inner transform to one tile of vectors, given as words of two channels."""
-    halves = [half for word in words for half in (word & jnp.uint32(0xFFFF), word >> 16)][
-        : plan.dim
-    ]
-    y = jnp.concatenate([piece for half in halves for piece in _pieces(half, plan.raised)], axis=-1)
+    channels = []
+    for word in words:
+        channels += [word & jnp.uint32(0xFFFF), word >> 16]
+    pieces = []
+    # Points of an odd number of channels leave the last half of their words empty.
+    for half in channels[: plan.dim]:
+        pieces += _pieces(half, plan.raised)
+    y = jnp.concatenate(pieces, axis=-1)
     matrix = jnp.asarray(plan.matrix, jnp.bfloat16)
     return jnp.einsum("...v,vc->...c", y, matrix, preferred_element_type=jnp.float32)
 
@@ -155,17 +174,18 @@ def inverse(plan: Plan, codes: UInt[Array, "*B V"]) -> Float[Array, "*B W"]:
     the group's width."""
     # Without `kept_apart`, XLA may select anew for every product.
     words = kept_apart([_chosen(table, codes) for table in plan.words])
-    tiles = [jnp.split(word, codes.shape[-1] // plan.tile, axis=-1) for word in words]
-    parts = [_tile_product(plan, words) for words in zip(*tiles, strict=True)]
-    size = len(plan.outer)
+    tiles = codes.shape[-1] // plan.tile
+    words_by_tile = zip(*(jnp.split(word, tiles, axis=-1) for word in words), strict=True)
+    products = [_tile_product(plan, words_of_tile) for words_of_tile in words_by_tile]
+    size = len(plan.outer)  # tiles of a group
+    mixed = []
+    for first in range(0, tiles, size):
+        for column in plan.outer.T:
+            mixed.append(_weighted_sum(products[first : first + size], column))
+    return jnp.concatenate(mixed, axis=-1)
 
-    def mixed(parts, column):
-        """Sum tiles, each times its number in a column of M_outer."""
-        return functools.reduce(
-            jnp.add, [jnp.float32(x) * part for part, x in zip(parts, column, strict=True)]
-        )
 
-    groups = [parts[first : first + size] for first in range(0, len(parts), size)]
-    return jnp.concatenate(
-        [mixed(group, column) for group in groups for column in plan.outer.T], axis=-1
-    )
+def _weighted_sum(parts: list[Float[Array, "*B W"]], weights: np.ndarray) -> Float[Array, "*B W"]:
+    """Sum arrays, each times its integer of `weights`."""
+    terms = [jnp.float32(x) * part for part, x in zip(parts, weights, strict=True)]
+    return functools.reduce(jnp.add, terms)

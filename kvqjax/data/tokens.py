@@ -22,35 +22,37 @@ _WANTED = "wanted a text, a list of texts, a path, data of kvqjax.data.read, or 
 
 
 def _kind(value: Any) -> str:
-    return f"a {type(value).__module__.partition('.')[0]} {type(value).__name__}".replace(
-        "builtins ", ""
-    )
+    """Name a value's type with its package: "a torch Tensor", but "a dict"."""
+    package = type(value).__module__.partition(".")[0]
+    name = type(value).__name__
+    return f"a {name}" if package == "builtins" else f"a {package} {name}"
 
 
 def _array(source: Any, name: str) -> np.ndarray:
-    """Ids as one array of any whole type. A list of lists of different lengths is joined."""
+    """Turn ids into one array of any whole type. A list of lists of different lengths is joined."""
     if isinstance(source, list | tuple) and any(isinstance(x, bool) for x in source):
         raise UserError(f"{name} is of type bool; {_WANTED}")
     try:
-        if (
-            isinstance(source, Sequence)
-            and source
-            and all(isinstance(row, Sequence | np.ndarray) for row in source)
-        ):
-            rows = [np.asarray(row) for row in source if len(row)]
-            if (
-                all(np.issubdtype(part.dtype, np.integer) and part.ndim == 1 for part in rows)
-                and rows
-            ):
-                return np.concatenate(rows)
+        rows = _rows(source)
+        if rows and all(np.issubdtype(row.dtype, np.integer) and row.ndim == 1 for row in rows):
+            return np.concatenate(rows)
         return np.asarray(source)
     except (ValueError, TypeError, OverflowError) as error:
         raise UserError(f"{name} is {_kind(source)} that is no array; {_WANTED}") from error
 
 
+def _rows(source: Any) -> list[np.ndarray]:
+    """Turn a list of lists into arrays, without the empty ones; anything else gives none."""
+    if not isinstance(source, Sequence) or not source:
+        return []
+    if not all(isinstance(row, Sequence | np.ndarray) for row in source):
+        return []
+    return [np.asarray(row) for row in source if len(row)]
+
+
 def check_ids(model: Model, source: Any, name: str) -> Int[np.ndarray, " T"]:
-    """Token ids as one stream, rows one after the other. Raises UserError for what are none of this
-    model's."""
+    """Give token ids as one stream, rows one after the other. Raises UserError for what are none of
+    this model's."""
     if isinstance(source, Mapping):
         hint = f"pass {name}['input_ids']" if "input_ids" in source else _WANTED
         raise UserError(f"{name} is {_kind(source)}; {hint}")
@@ -105,29 +107,34 @@ def data_or_ids(
 
 
 def halves(text: str) -> tuple[str, str]:
-    """A text cut at the blank nearest after its middle: to learn from, and to be scored."""
-    middle = re.compile(r"\s").search(text, len(text) // 2)
-    cut = middle.start() if middle else len(text) // 2
+    """Cut a text at the first blank after its middle: to learn from, and to be scored."""
+    cut = len(text) // 2
+    blank = re.compile(r"\s").search(text, cut)
+    if blank is not None:
+        cut = blank.start()
     return text[:cut], text[cut:]
 
 
 def in_halves(data: Data | Int[np.ndarray, " T"]) -> list[Data | np.ndarray]:
-    """Data in two halves, to learn from and to be scored: of the text, or of token ids."""
-    ids = data.ids if isinstance(data, Data) else data
-    if isinstance(data, Data) and ids is None:
-        return [Data((half,), {}) for half in halves(data.text)]
+    """Cut data in two halves, to learn from and to be scored: of the text, or of token ids."""
+    ids = data
+    if isinstance(data, Data):
+        ids = data.ids
+        if ids is None:
+            return [Data((half,), {}) for half in halves(data.text)]
     return [*np.array_split(np.asarray(ids), 2)]
 
 
 def encoded(model: Model, text: str) -> list[int]:
-    """Ids of a document, with the special tokens that the tokenizer adds. A begin token that a chat
+    """Encode a document, with the special tokens that the tokenizer adds. A begin token that a chat
     template has written already is not added again."""
     begin = getattr(model.tokenizer, "bos_token", None)
-    return model.encode(text, not (begin and text.startswith(begin)))
+    has_begin = bool(begin) and text.startswith(begin)
+    return model.encode(text, not has_begin)
 
 
 def token_ids(model: Model, source: TextLike, name: str = "texts") -> Int[np.ndarray, " T"]:
-    """One stream of ids for evaluation: documents are joined by blank lines and encoded as one
+    """Give one stream of ids for evaluation: documents are joined by blank lines and encoded as one
     text. Arguments and errors are those of `data_or_ids`."""
     texts = data_or_ids(model, source, name)
     if not isinstance(texts, Data):

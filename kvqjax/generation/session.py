@@ -404,46 +404,78 @@ class Session:
         row = None if self._cache is None else Row(self._cache, self._ids)
         self._cache = None
         self._ids = []
-        parts = answer._parts
-        left = 0  # tokens that have left the cache
-        shifts = self._options[SHIFT]
-        if row is not None and answer._gap is not None:
-            closed, with_seam, count = closed_up(self.model, row, parts, answer._gap)
-            length = len(ids_of(with_seam)) + answer._new
-            # Tokens that have to stay at the seam take room as well.
-            if shifts or self._most is None or length <= self._most:
-                row = closed
-                parts = with_seam
-                left = count
-        length = len(ids_of(parts))
-        excess = self._excess(length, answer._new) if shifts else 0
-        if excess:
-            places = self._places(parts, answer._history)
-            row, parts = shortened(self.model, row, parts, places, excess)
-            left += length - len(ids_of(parts))
+        row, parts, gap_tokens = self._with_gap_closed(row, answer)
+        row, parts, oldest_tokens = self._with_room(row, parts, answer)
+        left = gap_tokens + oldest_tokens  # tokens that have left the cache
         ids = ids_of(parts)
-        need = len(ids) + answer._new
-        if shifts and self._most is not None:
-            need = min(need, self._most)
         present = 0 if row is None else row.cache.layout.capacity
-        capacity = self._options["capacity"] or self._grown(present, need)
-        if shifts and self._most is not None:
-            capacity = min(capacity, self._most)
+        capacity = self._capacity_for(len(ids) + answer._new, present)
         if row is not None:
-            cache = row.cache
-            # The model must read one token at least: the answer's first comes from its logits.
-            prefix = min(agreeing(row.ids, ids), len(ids) - 1)
-            if cache.states and prefix < len(row.ids):
-                # Recurrent layers cannot forget: what follows another beginning is read anew.
-                prefix = 0
-            cache = crop(cache, shared(self.model, np.asarray([prefix], np.int32)))
-            length = int(fetched(cache.lengths)[0][0])
-            if length:
-                return _Ready(resize(cache, capacity), parts, length, left)
+            cache = self._cropped(row, ids)
+            kept = int(fetched(cache.lengths)[0][0])
+            if kept:
+                return _Ready(resize(cache, capacity), parts, kept, left)
             del cache, row  # before another one is made
         kernels = self._options["kernels"]
         cache = init_cache(self.model, self.method, 1, capacity, kernels=kernels)
         return _Ready(cache, parts, 0, left)
+
+    def _with_gap_closed(
+        self, row: Row | None, answer: "Answer"
+    ) -> tuple[Row | None, list[Part], int]:
+        """Take out of a row what the template has left out of earlier turns.
+
+        Returns:
+            (the row, the parts of the conversation, how many tokens have left)."""
+        parts = answer._parts
+        if row is None or answer._gap is None:
+            return row, parts, 0
+        new_row, with_seam, count = closed_up(self.model, row, parts, answer._gap)
+        # Tokens that have to stay at the seam take room, which the conversation may not have.
+        # Without them what follows the gap is read anew.
+        length = len(ids_of(with_seam)) + answer._new
+        if self._most is not None and length > self._most and not self._options[SHIFT]:
+            return row, parts, 0
+        return new_row, with_seam, count
+
+    def _with_room(
+        self, row: Row | None, parts: list[Part], answer: "Answer"
+    ) -> tuple[Row | None, list[Part], int]:
+        """Let the oldest turns leave where an answer would not fit otherwise, with `context_shift`.
+
+        Returns:
+            (the row, the parts of the conversation, how many tokens have left)."""
+        length = len(ids_of(parts))
+        excess = self._excess(length, answer._new)
+        if not excess or not self._options[SHIFT]:
+            return row, parts, 0
+        places = self._places(parts, answer._history)
+        row, rest = shortened(self.model, row, parts, places, excess)
+        return row, rest, length - len(ids_of(rest))
+
+    def _cropped(self, row: Row, ids: list[int]) -> Cache:
+        """Crop a row's cache to the tokens that it shares with a conversation of `ids`."""
+        cache = row.cache
+        # The model must read one token at least: the answer's first comes from its logits.
+        prefix = min(agreeing(row.ids, ids), len(ids) - 1)
+        if cache.states and prefix < len(row.ids):
+            # Recurrent layers cannot forget: what follows another beginning is read anew.
+            prefix = 0
+        return crop(cache, shared(self.model, np.asarray([prefix], np.int32)))
+
+    def _capacity_for(self, need: int, present: int) -> int:
+        """Choose the capacity of a cache for `need` tokens.
+
+        Args:
+            present: The capacity of the cache so far, which may grow; 0 without one."""
+        # Oldest turns leave before the cache grows beyond this.
+        most = self._most if self._options[SHIFT] else None
+        if most is not None:
+            need = min(need, most)
+        capacity = self._options["capacity"] or self._grown(present, need)
+        if most is not None:
+            capacity = min(capacity, most)
+        return capacity
 
     def _grown(self, capacity: int, need: int) -> int:
         """Choose a capacity for `need` tokens. It doubles, so that a long conversation is compiled

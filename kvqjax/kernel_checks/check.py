@@ -55,34 +55,41 @@ def check(
     timed: Callable[[Trial, Trial, int], Speed] = speed,
     sizes: tuple[int, ...] = SIZES,
 ) -> Verdict:
-    """Try the kernel of `candidate` on this process's default device. `stored` is how bodies would
-    be stored without it. What the plain path raises is raised: it says nothing of the kernel."""
+    """Try the kernel of `candidate` on this process's default device, on bodies of several sizes,
+    until one goes wrong.
+
+    Args:
+        stored: how bodies would be stored without the kernel.
+        kernel: makes the attention that is tried.
+        timed: measures both on the last size.
+        sizes: tokens of a body, the largest one last.
+
+    Returns:
+        The verdict, with the largest error of all sizes. What the plain path raises is raised: it
+        says nothing of the kernel."""
+    start = time.perf_counter()
     allowed = () if candidate.form is None else (candidate.form,)
-    start, forced, worst = time.perf_counter(), Kernels("pallas", allowed, "forced"), 0.0
+    forced = Kernels("pallas", allowed, "forced")
+    worst = 0.0
     verdict = Verdict(outcome="failed", note="no size was tried")
     for tokens in sizes:
         last = tokens == sizes[-1]
         # A TPU's kernels find tiles by the table of pages too, where there is one.
-        trial = make(
-            candidate,
-            tokens,
-            target,
-            forced,
-            seed=tokens,
-            pages=family(target) == "tpu" and not last,
-        )
+        pages = family(target) == "tpu" and not last
+        trial = make(candidate, tokens, target, forced, seed=tokens, pages=pages)
         plain = by_plain_path(trial)
-        baseline = (
-            trial
-            if stored == "planes"
-            else make(candidate, tokens, target, OFF, stored, seed=tokens)
-        )
+        baseline = trial
+        if stored != "planes":
+            baseline = make(candidate, tokens, target, OFF, stored, seed=tokens)
         without = dataclasses.replace(baseline.cache.layout, kernels=OFF)
         baseline = baseline._replace(cache=baseline.cache.replace(layout=without))
-        clock = (
-            functools.partial(timed, trial, baseline, TIMED) if last else lambda: Speed(0.0, 1.0)
-        )
-        verdict = examine(kernel(trial), plain, queries(trial, LENGTHS if last else (1,)), clock)
+        if last:
+            lengths = LENGTHS
+            clock = functools.partial(timed, trial, baseline, TIMED)
+        else:  # the speed of small bodies says nothing
+            lengths = (1,)
+            clock = functools.partial(Speed, 0.0, 1.0)
+        verdict = examine(kernel(trial), plain, queries(trial, lengths), clock)
         worst = max(worst, verdict.error or 0.0)
         if last or verdict.outcome != "faster":
             break
@@ -92,11 +99,9 @@ def check(
 
 def check_either(candidate: Candidate | PromptKernel, target: str, stored: str) -> Verdict:
     """Try the kernel of `candidate`, ours or another's, on this process's default device."""
-    return (
-        check_prompt_kernel(candidate)
-        if isinstance(candidate, PromptKernel)
-        else check(candidate, target, stored)
-    )
+    if isinstance(candidate, PromptKernel):
+        return check_prompt_kernel(candidate)
+    return check(candidate, target, stored)
 
 
 def obtain(
@@ -108,20 +113,20 @@ def obtain(
         verdict = find(folder, key)
         if verdict is not None:
             return verdict
-        verdict = (
-            Verdict(outcome="crashed", note=CRASHED)
-            if died(folder, key)
-            else _marked(folder, key, run)
-        )
+        if died(folder, key):
+            verdict = Verdict(outcome="crashed", note=CRASHED)
+        else:
+            verdict = _marked(folder, key, run)
         keep(folder, key, verdict)
     except Exception as error:  # a chip may raise anything when it goes away
         line = next(iter(str(error).splitlines()), type(error).__name__)
         tell(f"kernel for {key.form} not checked, the plain path serves: {line}")
         return None
     if not verdict.usable:
-        reason = verdict.note or {"slower": "slower than the plain path"}.get(
-            verdict.outcome, verdict.outcome
-        )
+        reason = verdict.note
+        if not reason:
+            is_slower = verdict.outcome == "slower"
+            reason = "slower than the plain path" if is_slower else verdict.outcome
         tell(f"kernel for {key.form} is not used on {key.chip}: {reason}; `{COMMAND}` shows more")
     return verdict
 

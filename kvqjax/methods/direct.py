@@ -132,11 +132,8 @@ def attend_whole(
     batch, length, heads, dim = q.shape
     group = heads // kv_heads  # query heads of a KV head
     # [B, T, H, D] -> [B, K, X, D], where row t * G + g is query head g of token t
-    rows = (
-        q.reshape(batch, length, kv_heads, -1, dim)
-        .transpose(0, 2, 1, 3, 4)
-        .reshape(batch, kv_heads, -1, dim)
-    )
+    rows = q.reshape(batch, length, kv_heads, -1, dim).transpose(0, 2, 1, 3, 4)
+    rows = rows.reshape(batch, kv_heads, -1, dim)
     scores = [capped(x, softcap) for x in direct.scores(rows, body["k"])]
     # Of every plane: [B, 1, X, S / planes]
     seen = _by_plane(jnp.repeat(mask, group, axis=1)[:, None], len(scores))
@@ -144,9 +141,8 @@ def attend_whole(
     # The maximum starts from a finite number. For a query that sees no slot, exp(-inf - -inf) would
     # be NaN.
     least = np.finfo(np.float32).min
-    peak = functools.reduce(
-        jnp.maximum, [jax.lax.reduce(x, least, jax.lax.max, (3,)) for x in scores]
-    )
+    peaks = [jax.lax.reduce(x, least, jax.lax.max, (3,)) for x in scores]
+    peak = functools.reduce(jnp.maximum, peaks)
     weights = [jnp.exp(x - peak[..., None]) for x in scores]
     total = functools.reduce(jnp.add, [x.sum(-1) for x in weights])
     # No division by 0 where no slot is seen.
@@ -157,7 +153,8 @@ def attend_whole(
         # copy the first values of all layers at once.
         weights, stored = kept_apart((weights, stored))
         stored = cut(stored)
-    out = direct.values(weights, stored, q.dtype, piece) / denominator[..., None]
+    out = direct.values(weights, stored, q.dtype, piece)
+    out = out / denominator[..., None]
     lse = jnp.where(total > 0, jnp.log(denominator) + peak, -jnp.inf)
 
     def by_token(x):
@@ -185,12 +182,17 @@ def direct_form(key: CodecSpec, value: CodecSpec, rope: str, shape: KVShape) -> 
     """
     if rope != "post" and shape.rope is not None:
         return None
-    scores, values = key_form(key, shape), value_form(value, shape)
+    scores = key_form(key, shape)
+    values = value_form(value, shape)
     if scores is None or values is None:
         return None
     if not isinstance(key, Exact):
         return Direct(scores, values)
-    return Direct(scores, values, part=lambda q, fields: [_scored_part(q, fields["x"][0][0])])
+
+    def part(q, fields):
+        return [_scored_part(q, fields["x"][0][0])]
+
+    return Direct(scores, values, part)
 
 
 @functools.singledispatch
@@ -205,19 +207,26 @@ def key_form(spec: CodecSpec, shape: KVShape) -> Callable | None:
         scores(q [B, K, X, D], fields), which gives an array [B, K, X, rows] for every plane of
         codes. None where keys must be decoded first.
     """
-    return spec.scores(shape) if isinstance(spec, ReadAtOnce) else None
+    if isinstance(spec, ReadAtOnce):
+        return spec.scores(shape)
+    return None
 
 
 @key_form.register(Exact)
 def _exact_key_form(spec: Exact, shape: KVShape) -> Callable:
-    return lambda q, fields: [_scored(q, fields["x"][0][0])]
+    def scores(q, fields):
+        return [_scored(q, fields["x"][0][0])]
+
+    return scores
 
 
 @key_form.register(Uniform)
 def _uniform_key_form(spec: Uniform, shape: KVShape) -> Callable | None:
     if spec.along == "tokens":
         return functools.partial(_channel_scores, spec)
-    return functools.partial(_token_scores, spec) if _fits_heads(spec, shape) else None
+    if _fits_heads(spec, shape):
+        return functools.partial(_token_scores, spec)
+    return None
 
 
 @key_form.register(Clipped)
@@ -232,14 +241,19 @@ def _scaled_key_form(spec: Scaled, shape: KVShape) -> Callable | None:
 
 @key_form.register(Balanced)
 def _balanced_key_form(spec: Balanced, shape: KVShape) -> Callable | None:
-    return _with_token_factors(spec.dtype, key_form(spec.inner(shape.kv_width), shape))
+    codes = spec.inner(shape.kv_width)
+    return _with_token_factors(spec.dtype, key_form(codes, shape))
 
 
 def _with_token_factors(dtype: str, scores: Callable | None) -> Callable | None:
     """Multiply the scores of keys by factors of their tokens, which are of `dtype`."""
     if scores is None:
         return None
-    return lambda q, fields: _token_factors(dtype, scores(q, fields), fields)
+
+    def with_factors(q, fields):
+        return _token_factors(dtype, scores(q, fields), fields)
+
+    return with_factors
 
 
 @functools.singledispatch
@@ -254,7 +268,9 @@ def value_form(spec: CodecSpec, shape: KVShape) -> Callable | None:
         values(weights of every plane, fields, dtype of products, stored rows of a partial sum),
         which gives [B, K, X, D]. None where values must be decoded first.
     """
-    return spec.values(shape) if isinstance(spec, ReadAtOnce) else None
+    if isinstance(spec, ReadAtOnce):
+        return spec.values(shape)
+    return None
 
 
 @value_form.register(Exact)
@@ -267,8 +283,9 @@ def _exact_value_form(spec: Exact, shape: KVShape) -> Callable:
 
 @value_form.register(Uniform)
 def _uniform_value_form(spec: Uniform, shape: KVShape) -> Callable | None:
-    by_token = spec.along == "channels" and _fits_heads(spec, shape)
-    return functools.partial(_token_values, spec) if by_token else None
+    if spec.along == "channels" and _fits_heads(spec, shape):
+        return functools.partial(_token_values, spec)
+    return None
 
 
 @value_form.register(Clipped)
@@ -280,14 +297,18 @@ def _clipped_value_form(spec: Clipped, shape: KVShape) -> Callable | None:
 def _balanced_value_form(spec: Balanced, shape: KVShape) -> Callable | None:
     if spec.along != "channels":
         return None
-    # The sums of a tile are not split into partial sums.
-    return lambda weights, fields, dtype, piece: _balanced_values(spec, weights, fields, dtype)
+
+    def values(weights, fields, dtype, piece):
+        # The sums of a tile are not split into partial sums, so that `piece` has no use.
+        return _balanced_values(spec, weights, fields, dtype)
+
+    return values
 
 
 def _fits_heads(spec: Uniform, shape: KVShape) -> bool:
     """Say whether every group of channels is a part of one head, or several whole heads."""
     group = min(spec.group, shape.kv_width)
-    return not (group % shape.head_dim and shape.head_dim % group)
+    return group % shape.head_dim == 0 or shape.head_dim % group == 0
 
 
 # ---- Scores of keys ----
@@ -297,8 +318,9 @@ def _scored(q: Float[Array, "B K X D"], k: Float[Array, "B K S D"]) -> Float[Arr
     """Multiply queries with keys, in pieces of tokens. XLA for GPUs then writes scores in the order
     in which values are summed, and makes the softmax weights and their total in one kernel instead
     of two."""
+    size = math.gcd(4 * PIECE, k.shape[2])  # tokens of a piece
     # [B, K, pieces, tokens, D]
-    k = k.reshape(*k.shape[:2], -1, math.gcd(4 * PIECE, k.shape[2]), k.shape[3])
+    k = k.reshape(*k.shape[:2], -1, size, k.shape[3])
     # [B, K, X, pieces, D]
     rows = jnp.broadcast_to(q[:, :, :, None], (*q.shape[:3], k.shape[2], q.shape[3]))
     scores = jnp.einsum("bkxpd,bkpsd->bkxps", rows, k, preferred_element_type=jnp.float32)
@@ -313,10 +335,11 @@ def _scored_part(q: Float[Array, "B K X D"], k: Float[Array, "B K s D"]) -> Floa
 
 def _channel_scores(spec: Uniform, q: Float[Array, "B K X D"], fields: Stored) -> list[Array]:
     """Multiply queries with keys whose codes are uniform per channel, in groups of tokens."""
-    (codes,), (scale,), (low,) = fields["codes"], fields["scale"], fields["low"]
-    # [B, K, N, D]
-    scale, low = (_by_head(from_bits(x[0], spec.dtype), q.shape[1]) for x in (scale, low))
-    wide, planes = q.astype(jnp.float32), _readings(spec.bits, codes[0], q.dtype)
+    (codes,) = fields["codes"]
+    scale = _by_head(_numbers(fields["scale"], spec.dtype), q.shape[1])  # [B, K, N, D]
+    low = _by_head(_numbers(fields["low"], spec.dtype), q.shape[1])
+    wide = q.astype(jnp.float32)
+    planes = _readings(spec.bits, codes[0], q.dtype)
     # [B, K, X, N, D]
     scaled = (wide[:, :, :, None] * scale[:, :, None].astype(jnp.float32)).astype(q.dtype)
     # q . low of every group, [B, K, X, N]. A matrix product would have XLA lay out the minima of
@@ -346,11 +369,12 @@ def _channel_scores(spec: Uniform, q: Float[Array, "B K X D"], fields: Stored) -
 
 def _token_scores(spec: Uniform, q: Float[Array, "B K X D"], fields: Stored) -> list[Array]:
     """Multiply queries with keys whose codes are uniform per token, in groups of channels."""
-    (codes,), (scale,), (low,) = fields["codes"], fields["scale"], fields["low"]
+    (codes,) = fields["codes"]
     planes = _readings(spec.bits, codes[0], q.dtype)
-    # [B, K, M, S]
-    scale, low = (_groups_of_heads(from_bits(x[0], spec.dtype), q.shape[1]) for x in (scale, low))
-    groups, dim = scale.shape[2], q.shape[3]
+    scale = _groups_of_heads(_numbers(fields["scale"], spec.dtype), q.shape[1])  # [B, K, M, S]
+    low = _groups_of_heads(_numbers(fields["low"], spec.dtype), q.shape[1])
+    groups = scale.shape[2]
+    dim = q.shape[3]
     # A query becomes M rows, one for every group of channels, each zero outside its group. One
     # product then reads the codes once. It multiplies M times as often as needed, and M is small.
     members = jnp.repeat(jnp.eye(groups, dtype=q.dtype), dim // groups, axis=1)  # [M, D]
@@ -359,7 +383,8 @@ def _token_scores(spec: Uniform, q: Float[Array, "B K X D"], fields: Stored) -> 
     # [B, K, X, M, 1]
     sums = q.astype(jnp.float32).reshape(*q.shape[:3], groups, -1).sum(-1)[..., None]
     out = []
-    scales, lows = (_by_plane(x.astype(jnp.float32), len(planes)) for x in (scale, low))
+    scales = _by_plane(scale.astype(jnp.float32), len(planes))
+    lows = _by_plane(low.astype(jnp.float32), len(planes))
     for (n, lift), factor, least in zip(planes, scales, lows, strict=True):
         part = jnp.einsum("bkrd,bksd->bkrs", rows, n, preferred_element_type=jnp.float32)
         # XLA would merge both planes' products into one, and would write all keys to memory for it.
@@ -380,29 +405,35 @@ def _token_factors(dtype: str, scores: list[Array], fields: Stored) -> list[Arra
 
 def summed(weights: Float[Array, "B K X S"], v: Array, piece: int) -> Float[Array, "B K X D"]:
     """Compute sum_s weights_s v_s by partial sums of gcd(`piece`, S) tokens."""
-    size, dtype = math.gcd(piece, weights.shape[3]), weights.dtype
+    size = math.gcd(piece, weights.shape[3])
+    # [B, K, X, pieces, tokens] and [B, K, pieces, tokens, D]
     weights = weights.reshape(*weights.shape[:3], -1, size)
-    v = v.reshape(*v.shape[:2], -1, size, v.shape[3]).astype(dtype)
-    return jnp.einsum("bkxps,bkpsd->bkpxd", weights, v, preferred_element_type=jnp.float32).sum(2)
+    v = v.reshape(*v.shape[:2], -1, size, v.shape[3]).astype(weights.dtype)
+    sums = jnp.einsum("bkxps,bkpsd->bkpxd", weights, v, preferred_element_type=jnp.float32)
+    return sums.sum(2)
 
 
 def _exact_values(
     weights: list[Array], v: Float[Array, "B K S D"], dtype, piece: int
 ) -> Float[Array, "B K X D"]:
     """Compute weighted sums of values that are stored without codes."""
-    return summed(_filled(_in_planes(weights, 1)[0].astype(dtype), v.shape[2]), v, piece)
+    (in_order,) = _in_planes(weights, 1)
+    return summed(_filled(in_order.astype(dtype), v.shape[2]), v, piece)
 
 
 def _token_values(
     spec: Uniform, weights, fields: Stored, dtype, piece: int
 ) -> Float[Array, "B K X D"]:
     """Compute weighted sums of values whose codes are uniform per token, in groups of channels."""
-    (codes,), (scale,), (low,) = fields["codes"], fields["scale"], fields["low"]
-    heads, dim, planes = codes.shape[2], codes.shape[4], _readings(spec.bits, codes[0], dtype)
-    # [B, K, M, S]
-    scale, low = (_groups_of_heads(from_bits(x[0], spec.dtype), heads) for x in (scale, low))
-    lead, groups = weights[0].shape[:3], scale.shape[2]  # [B, K, X], M
-    scales, lows = (_by_plane(x.astype(jnp.float32), len(planes)) for x in (scale, low))
+    (codes,) = fields["codes"]
+    _, _, heads, _, dim = codes.shape
+    planes = _readings(spec.bits, codes[0], dtype)
+    scale = _groups_of_heads(_numbers(fields["scale"], spec.dtype), heads)  # [B, K, M, S]
+    low = _groups_of_heads(_numbers(fields["low"], spec.dtype), heads)
+    lead = weights[0].shape[:3]  # [B, K, X]
+    groups = scale.shape[2]  # M
+    scales = _by_plane(scale.astype(jnp.float32), len(planes))
+    lows = _by_plane(low.astype(jnp.float32), len(planes))
     weights = _in_planes(weights, len(planes))
     out = jnp.float32(0)  # becomes [B, K, X, M, D / M]
     for weight, scale, low, (n, lift) in zip(weights, scales, lows, planes, strict=True):
@@ -425,36 +456,36 @@ def _balanced_values(spec: Balanced, weights, fields: Stored, dtype) -> Float[Ar
     These values also have a factor per channel and group of tokens. So every group of tokens is
     summed by itself, and the sum is multiplied by the group's factors."""
     (codes,) = fields["codes"]
-    heads, dim, readings = codes.shape[2], codes.shape[4], _readings(spec.bits, codes[0], dtype)
-    planes, size = len(readings), min(spec.group, HALF)  # tokens of a group in one run of a plane
+    _, _, heads, _, dim = codes.shape
+    readings = _readings(spec.bits, codes[0], dtype)
+    planes = len(readings)
+    size = min(spec.group, HALF)  # tokens of a group in one run of a plane
     # [B, K, N, D]
-    factor = _by_head(from_bits(fields["factor"][0][0], spec.dtype), heads).astype(jnp.float32)
+    factor = _by_head(_numbers(fields["factor"], spec.dtype), heads).astype(jnp.float32)
     # With two planes, groups of tokens lie in runs of HALF tokens, which belong to the planes in
     # turn.
-    factor = factor.reshape(*factor.shape[:2], -1, planes, HALF // size if planes > 1 else 1, dim)
-    factors = [
-        factor[:, :, :, plane].reshape(*factor.shape[:2], -1, dim) for plane in range(planes)
-    ]
-    scales, lows = (
-        _of_tokens(fields[name], spec.dtype, heads, planes) for name in ("scale", "low")
-    )
+    groups_of_run = HALF // size if planes > 1 else 1
+    factor = factor.reshape(*factor.shape[:2], -1, planes, groups_of_run, dim)
+    factors = []
+    for plane in range(planes):
+        factors.append(factor[:, :, :, plane].reshape(*factor.shape[:2], -1, dim))
+    scales = _of_tokens(fields["scale"], spec.dtype, heads, planes)
+    lows = _of_tokens(fields["low"], spec.dtype, heads, planes)
 
     def in_groups(x):
         """Reshape [.., rows] to [.., groups, size]."""
         return x.reshape(*x.shape[:-1], -1, size)
 
     out = jnp.float32(0)
-    for weight, scale, low, factor, (n, lift) in zip(
-        _in_planes(weights, planes), scales, lows, factors, readings, strict=True
-    ):
+    parts = zip(_in_planes(weights, planes), scales, lows, factors, readings, strict=True)
+    for weight, scale, low, factor, (n, lift) in parts:
         weight = _filled(weight, scale.shape[3])
         row = (weight * scale).astype(dtype)
         # [B, K, X, groups]
         constant = in_groups(weight * low + lift * row.astype(jnp.float32)).sum(-1)
         n = n.reshape(*n.shape[:2], -1, size, dim)
-        part = jnp.einsum(
-            "bkxjg,bkjgd->bkxjd", in_groups(row), n, preferred_element_type=jnp.float32
-        )
+        row = in_groups(row)
+        part = jnp.einsum("bkxjg,bkjgd->bkxjd", row, n, preferred_element_type=jnp.float32)
         out = out + ((part + constant[..., None]) * factor[:, :, None]).sum(3)
     return out
 
@@ -471,7 +502,8 @@ def _readings(bits: int, stored: Array, dtype) -> list[tuple[Array, float]]:
         return [(n, float(offset(bits)))]
     number = functools.partial(jnp.asarray, dtype=dtype)
     lower = jnp.abs(jnp.abs(n + number(0.5)) - number(4.0))
-    return [(lower, -0.5), (jnp.floor(n * number(0.25)), 2.0)]
+    upper = jnp.floor(n * number(0.25))
+    return [(lower, -0.5), (upper, 2.0)]
 
 
 def _by_plane(x: Array, planes: int) -> list[Array]:
@@ -489,8 +521,9 @@ def _in_planes(pieces: list[Array], planes: int) -> list[Array]:
         return pieces
     if planes > 1:
         return _by_plane(pieces[0], planes)
-    split = [x.reshape(*x.shape[:-1], -1, HALF) for x in pieces]
-    return [jnp.stack(split, -2).reshape(*pieces[0].shape[:-1], -1)]
+    runs = [x.reshape(*x.shape[:-1], -1, HALF) for x in pieces]
+    in_order = jnp.stack(runs, -2)  # the planes' runs in turn
+    return [in_order.reshape(*pieces[0].shape[:-1], -1)]
 
 
 def _filled(weights: Float[Array, "B K X s"], slots: int) -> Float[Array, "B K X S"]:
@@ -503,13 +536,20 @@ def _of_tokens(
 ) -> list[Float[Array, "B K 1 S"]]:
     """Read a number per token and KV head, plane by plane. A number of several heads is repeated
     for each."""
-    numbers = _groups_of_heads(from_bits(stored[0][0], dtype).astype(jnp.float32), heads)
-    return _by_plane(numbers, planes)
+    numbers = _numbers(stored, dtype).astype(jnp.float32)
+    return _by_plane(_groups_of_heads(numbers, heads), planes)
+
+
+def _numbers(stored: tuple[Array, ...], dtype: str) -> Array:
+    """Read the one array of a field that is stored without codes, for its one layer."""
+    (array,) = stored
+    return from_bits(array[0], dtype)
 
 
 def _by_head(x: Array, heads: int) -> Array:
     """Reshape [B, N, K*D] to [B, K, N, D]."""
-    return jnp.swapaxes(x.reshape(*x.shape[:2], heads, -1), 1, 2)
+    by_head = x.reshape(*x.shape[:2], heads, -1)
+    return jnp.swapaxes(by_head, 1, 2)
 
 
 def _groups_of_heads(x: Float[Array, "B N S"], heads: int) -> Float[Array, "B K M S"]:

@@ -30,7 +30,10 @@ def _read_method(text: str) -> dict[str, Any]:
     """Read one level of a tree: `method:option=value,...`."""
     name, _, options = text.strip().partition(":")
     tree: dict[str, Any] = {"method": name}
-    for item in filter(None, (part.strip() for part in options.split(","))):
+    for part in options.split(","):
+        item = part.strip()
+        if not item:
+            continue
         key, equals, value = item.partition("=")
         if key in tree:
             raise UserError(f"{name}: {key} stands twice")
@@ -44,9 +47,9 @@ def _split(text: str) -> tuple[str, list[str]]:
     default, *exceptions = text.split(";")
     if not re.match(r"\s*[kv]\s*=", default):
         return default, exceptions
-    named = re.findall(r"(?:^|;)\s*([kv])\s*=([^;]*)", text)
-    parts = dict(named)
-    if len(named) > len(parts):
+    pairs = re.findall(r"(?:^|;)\s*([kv])\s*=([^;]*)", text)
+    parts = dict(pairs)
+    if len(pairs) > len(parts):
         raise UserError(f"{text!r} names the keys or the values twice")
     if set(parts) != {"k", "v"}:
         raise UserError(f"{default!r} names no method for the other part; wanted k=METHOD;v=METHOD")
@@ -63,10 +66,13 @@ def read_text(text: str) -> dict[str, Any]:
         numbers, equals, spec = item.partition("=")
         if not equals:
             raise UserError(f"{item!r} is not layers=method")
-        if numbers.strip() in layers:
-            raise UserError(f"layers {numbers.strip()} stand twice")
-        layers[numbers.strip()] = _read_method(spec)
-    return tree | ({"layers": layers} if layers else {})
+        selector = numbers.strip()
+        if selector in layers:
+            raise UserError(f"layers {selector} stand twice")
+        layers[selector] = _read_method(spec)
+    if layers:
+        tree["layers"] = layers
+    return tree
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -81,12 +87,14 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def layer_numbers(text: str | int) -> range:
-    """Read `3`, `-1`, `0-2` or `-4--2`, both ends included."""
+    """Read the numbers of some layers: `3`, `-1`, `0-2` or `-4--2`, both ends included. Raises
+    UserError for other texts."""
     numbers = re.fullmatch(r"\s*(-?\d{1,18})\s*(?:-\s*(-?\d{1,18})\s*)?", str(text))
     if numbers is None:
         raise UserError(f"{text!r} is not a layer number or a range such as 0-2")
     first = int(numbers[1])
     last = first if numbers[2] is None else int(numbers[2])
+    # From the end to the start: the range would depend on how many layers a model has.
     if last < first or first < 0 <= last:
         raise UserError(f"{text!r} is an empty range of layers")
     if not -MOST_LAYERS < first <= last < MOST_LAYERS:
@@ -97,20 +105,28 @@ def layer_numbers(text: str | int) -> range:
 def read_selector(text: str | int) -> tuple[range | None, str]:
     """Read the (layers, part) that an exception names. Layers are None for all of them; the part is
     "k", "v", or "" for both."""
+    selector = str(text).strip()
+    if selector in ("k", "v"):
+        return None, selector
     layers, dot, part = str(text).rpartition(".")
-    if str(text).strip() in ("k", "v"):
-        return None, str(text).strip()
-    if dot and part.strip() not in ("k", "v"):
+    if not dot:
+        return layer_numbers(text), ""
+    part = part.strip()
+    if part not in ("k", "v"):
         raise UserError(f"{text!r} is neither the keys (.k) nor the values (.v) of layers")
-    return layer_numbers(layers if dot else text), part.strip() if dot else ""
+    return layer_numbers(layers), part
 
 
 def write_selector(numbers: range | None, part: str) -> str:
     """Write the text that `read_selector` reads."""
     if numbers is None:
         return part
-    layers = str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]}-{numbers[-1]}"
-    return f"{layers}.{part}" if part else layers
+    layers = str(numbers[0])
+    if len(numbers) > 1:
+        layers += f"-{numbers[-1]}"
+    if part:
+        layers += f".{part}"
+    return layers
 
 
 # ---- What other libraries name a cache, and the policy here that comes nearest to it ----
@@ -160,23 +176,19 @@ def nearest_policy(name: str, methods: Collection[str]) -> tuple[str, str] | Non
     plain = name.strip().lower().replace("-", "_").replace(" ", "_")
     plain = plain.replace("*", "_star").replace("aqua_kv", "aqua").replace("kv_cache_", "")
     if plain in methods:
-        return (
-            plain,
-            f"names of methods are in lower case: write {plain}"
-            if plain == name.lower()
-            else f"write {plain}",
-        )
+        hint = f"write {plain}"
+        if plain == name.lower():  # nothing else was wrong
+            hint = f"names of methods are in lower case: {hint}"
+        return plain, hint
     if plain in _HABITS:
-        hint = _HABITS[plain]
-        policy = hint.split(" ")[0]
-        return (
-            policy,
-            "write exact (numbers of the compute dtype)"
-            if hint == _EXACT
-            else f"the nearest here is {hint}",
-        )
+        nearest = _HABITS[plain]
+        if nearest == _EXACT:
+            return _EXACT, "write exact (numbers of the compute dtype)"
+        policy = nearest.split(" ")[0]  # what follows says what it costs
+        return policy, f"the nearest here is {nearest}"
+    # "kivi2", "kivi_4bit", or "2bit" alone.
     bits = re.fullmatch(r"([a-z_]*?)_?(\d+)_?(?:bits?|b)?", plain)
-    if bits is not None and (bits[1] in methods or not bits[1]):
-        policy = f"{bits[1] or 'kivi'}:bits={bits[2]}"
-        return policy, f"write {policy}"
-    return None
+    if bits is None or (bits[1] and bits[1] not in methods):
+        return None
+    policy = f"{bits[1] or 'kivi'}:bits={bits[2]}"
+    return policy, f"write {policy}"

@@ -87,6 +87,7 @@ class Methods(Mapping):
 
     @functools.cached_property
     def of_packages(self) -> dict[str, Any]:
+        """The entry points of other packages' methods, by name. None is imported yet."""
         entries = {entry.name: entry for entry in entry_points(group=GROUP)}
         for name in entries.keys() & self.library.keys():
             raise UserError(
@@ -119,28 +120,37 @@ METHODS = Methods(OWN)
 
 
 def _convert(value: Any, annotation, where: str) -> Any:
-    """Convert an option's value, text or plain JSON, to its annotated type."""
-    if not isinstance(value, str | int | float | bool | None) or (
-        isinstance(value, str) and set(value) & set(",;")
-    ):
+    """Convert an option's value, text or plain JSON, to its annotated type.
+
+    Args:
+        annotation: a type, or a union of types such as `int | None`.
+        where: the method and the option, for messages.
+
+    Raises:
+        UserError: for a value of another type."""
+    # A comma or semicolon would end the option where a policy is written as text.
+    has_separator = isinstance(value, str) and ("," in value or ";" in value)
+    if has_separator or not isinstance(value, str | int | float | bool | None):
         raise UserError(f"{where}: {value!r} is not one number or word")
-    text = str(value).lower() if isinstance(value, bool | None) else str(value)
-    options = (
-        typing.get_args(annotation) if isinstance(annotation, types.UnionType) else (annotation,)
-    )
-    if type(None) in options and text.lower() == "none":
+    text = str(value)
+    if isinstance(value, bool | None):
+        text = text.lower()  # as policies write them
+    is_union = isinstance(annotation, types.UnionType)
+    types_taken = typing.get_args(annotation) if is_union else (annotation,)
+    if type(None) in types_taken and text.lower() == "none":
         return None
-    kinds = [kind for kind in options if kind is not type(None)]
+    kinds = [kind for kind in types_taken if kind is not type(None)]
+    # `bool` would take any text for true.
     if kinds == [bool]:
         if text.lower() in ("true", "false"):
             return text.lower() == "true"
         raise UserError(f"{where}: {text!r} is not true or false")
+    # The first type of a union that can read the text is meant.
     for kind in kinds:
         with contextlib.suppress(ValueError):
             return kind(text)
-    raise UserError(
-        f"{where}: {text!r} is not of type {' or '.join(kind.__name__ for kind in kinds)}"
-    )
+    names = [kind.__name__ for kind in kinds]
+    raise UserError(f"{where}: {text!r} is not of type {' or '.join(names)}")
 
 
 def _is_policy(text: str) -> bool:
@@ -154,15 +164,22 @@ def _is_policy(text: str) -> bool:
 
 def _method_hint(name: str) -> str:
     """Say what to write for an unknown method's name."""
-    policy, words = nearest_policy(name, METHODS) or ("", "")
-    return f"; {words}" if policy and _is_policy(policy) else suggest(name, METHODS)
+    nearest = nearest_policy(name, METHODS)
+    if nearest is not None:
+        policy, words = nearest
+        if _is_policy(policy):
+            return f"; {words}"
+    return suggest(name, METHODS)
 
 
 def _bits_hint(name: str, item: str) -> str:
-    """Say what to write for an option without a value."""
+    """Say what to write for an option without a value: "kivi:2bit" means kivi:bits=2."""
     bits = re.fullmatch(r"(\d+)(?:-?bits?|b)?", item)
-    policy = f"{name}:bits={bits[1]}" if bits else ""
-    return f"; write {policy}" if policy and _is_policy(policy) else ", such as kivi:window=64"
+    if bits is not None:
+        policy = f"{name}:bits={bits[1]}"
+        if _is_policy(policy):
+            return f"; write {policy}"
+    return ", such as kivi:window=64"
 
 
 def _options(tree: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
@@ -186,20 +203,30 @@ def _options(tree: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
 
 
 def _tree(source: Source) -> Mapping[str, Any]:
+    """Read a policy in any of its forms as a dict of the JSON form. Raises UserError for what is
+    none, and for files that cannot be read."""
     if isinstance(source, Mapping):
         return source
     if not isinstance(source, str | os.PathLike):
-        description = f"the function {source.__name__}" if callable(source) else repr(source)
+        description = repr(source)
+        if callable(source):  # a factory that was not called
+            description = f"the function {source.__name__}"
         raise UserError(
             f"{description} is no method; wanted its value, such as kivi(bits=2), or a policy: 'kivi:bits=2'"
         )
-    if isinstance(source, os.PathLike) or source.strip().endswith(".json"):
-        path = path_of(source.strip() if isinstance(source, str) else source)
-        shipped = POLICIES / path.name
-        # The folder comes first: a user's own file may have any name.
-        is_shipped = path == Path(path.name) and not path.exists() and shipped.exists()
-        return read_json(shipped if is_shipped else path)
-    return read_text(source)
+    if isinstance(source, str):
+        text = source.strip()
+        if not text.endswith(".json"):
+            return read_text(source)
+        path = path_of(text)
+    else:
+        path = path_of(source)
+    shipped = POLICIES / path.name
+    # The current folder comes first: a user's own file may have any name.
+    is_bare_name = path == Path(path.name)
+    if is_bare_name and not path.exists() and shipped.exists():
+        return read_json(shipped)
+    return read_json(path)
 
 
 def parse(source: MethodLike) -> Method:
@@ -235,33 +262,40 @@ def parse(source: MethodLike) -> Method:
 
 def parse_all(source: MethodLike | Sequence[MethodLike]) -> list[Method]:
     """Read one policy or several. Raises UserError as `parse` does."""
-    single = isinstance(source, Method | str | os.PathLike | Mapping)
-    return [parse(source)] if single else [parse(policy) for policy in source]
+    if isinstance(source, Method | str | os.PathLike | Mapping):
+        return [parse(source)]
+    return [parse(policy) for policy in source]
 
 
 def to_dict(method: MethodLike) -> dict[str, Any]:
     """Write a method's policy in the JSON form, which `parse` reads back."""
     tree = read_text(str(parse(method)))
     name, options = _options(tree)
+    written: dict[str, Any] = {"method": name, **options}
     layers = {numbers: to_dict(spec) for numbers, spec in tree.get("layers", {}).items()}
-    return {"method": name, **options} | ({"layers": layers} if layers else {})
+    if layers:
+        written["layers"] = layers
+    return written
 
 
 def spelled_out(method: Method) -> str:
     """Write a method's policy with every option of every layer, also those at their defaults. Files
     store this text, because a later version may have other defaults. `parse` reads it back."""
     tree = read_text(str(method))
+    parts = [_in_full(tree)]
+    for numbers, part in tree.get("layers", {}).items():
+        parts.append(f"{numbers}={_in_full(part)}")
+    return ";".join(parts)
 
-    def in_full(part: Mapping[str, Any]) -> str:
-        name, options = _options(part)
-        values = {
-            p.name: options.get(p.name, p.default)
-            for p in inspect.signature(METHODS[name]).parameters.values()
-        }
-        return name + ":" + ",".join(f"{key}={option_text(value)}" for key, value in values.items())
 
-    exceptions = [f"{numbers}={in_full(part)}" for numbers, part in tree.get("layers", {}).items()]
-    return ";".join([in_full(tree), *exceptions])
+def _in_full(tree: Mapping[str, Any]) -> str:
+    """Write one level of a tree, without its layers, with every option of its method."""
+    name, options = _options(tree)
+    written = []
+    for parameter in inspect.signature(METHODS[name]).parameters.values():
+        value = options.get(parameter.name, parameter.default)
+        written.append(f"{parameter.name}={option_text(value)}")
+    return f"{name}:{','.join(written)}"
 
 
 def policy(default: MethodLike, overrides: Mapping[str | int, MethodLike]) -> Method:
@@ -285,7 +319,9 @@ def policy(default: MethodLike, overrides: Mapping[str | int, MethodLike]) -> Me
     default = parse(default)
     if not overrides:
         return default
-    layer, pairs, names = default.layer, dict(default.overrides), [default.name]
+    layer = default.layer  # of the layers that have no number in `specs`
+    specs = dict(default.overrides)  # by the layer's number
+    names = [default.name]
     for selector, source in overrides.items():
         method = parse(source)
         numbers, part = read_selector(selector)
@@ -297,13 +333,14 @@ def policy(default: MethodLike, overrides: Mapping[str | int, MethodLike]) -> Me
         replaced = functools.partial(_replaced, default.layer, part, method.layer)
         if numbers is None:
             layer = replaced(layer)
-            pairs = {number: replaced(spec) for number, spec in pairs.items()}
+            specs = {number: replaced(spec) for number, spec in specs.items()}
         else:
-            _check_ends(default, numbers, part, pairs)
-            pairs |= {number: replaced(pairs.get(number, layer)) for number in numbers}
+            _check_ends(default, numbers, part, specs)
+            for number in numbers:
+                specs[number] = replaced(specs.get(number, layer))
         names.append(f"{write_selector(numbers, part)}={method.name}")
     return dataclasses.replace(
-        default, name=";".join(names), layer=layer, overrides=tuple(pairs.items())
+        default, name=";".join(names), layer=layer, overrides=tuple(specs.items())
     )
 
 
@@ -315,14 +352,19 @@ def _replaced(default: LayerSpec, part: str, new: LayerSpec, old: LayerSpec) -> 
     if part == "v":
         return joined(old, new)
     admit = getattr(default, "admit", None)
-    return new if admit is None else admit(new)
+    if admit is None:
+        return new
+    return admit(new)
 
 
-def _check_ends(default: Method, numbers: range, part: str, pairs: Mapping[int, LayerSpec]) -> None:
+def _check_ends(default: Method, numbers: range, part: str, specs: Mapping[int, LayerSpec]) -> None:
     """Raise UserError where layers whose keys or values are named apart are counted from both ends.
     Numbers from both ends may mean the same layer in one model and not in another, so its other
     part would depend on the model."""
-    if part and any((number < 0) != (numbers[0] < 0) for number in pairs):
+    if not part:
+        return
+    from_end = numbers[0] < 0
+    if any((number < 0) != from_end for number in specs):
         raise UserError(
             f"{default}: layers whose keys and values are named apart must be counted from one end"
         )

@@ -99,12 +99,14 @@ def layer(params: Params, index: Int[Array, ""] | int, kind: str = "attention") 
     if isinstance(index, jax.core.Tracer):
         raise UserError("this reads weights as stacks; load the model with layers='scan'")
 
-    # Experts are read one by one, of a list too: a layer's matrices are a stack of one row.
-    def row(x):
-        return Row(jax.tree.map(lambda a: a[None], x), 0, True)
-
-    weights = params["layers"][numbers[index]].items()
-    return {name: row(x) if name in OF_EXPERTS else read_weight(x) for name, x in weights}
+    weights = {}
+    for name, x in params["layers"][numbers[index]].items():
+        if name in OF_EXPERTS:
+            # Experts are read one by one, of a list too: a layer's matrices are a stack of one row.
+            weights[name] = Row(jax.tree.map(lambda a: a[None], x), 0, True)
+        else:
+            weights[name] = read_weight(x)
+    return weights
 
 
 def _layer_of_stack(
@@ -114,11 +116,14 @@ def _layer_of_stack(
     # Where layers of this kind stand first, their numbers are those among all layers.
     two_kinds = numbers != tuple(range(len(numbers)))
     number = index
-    if two_kinds:
-        number = jnp.asarray(numbers)[index] if isinstance(index, jax.Array) else numbers[index]
-    foreign_names = {
-        name for other_kind, names in KINDS.items() if other_kind != kind for name in names
-    }
+    if two_kinds and isinstance(index, jax.Array):
+        number = jnp.asarray(numbers)[index]
+    elif two_kinds:
+        number = numbers[index]
+    foreign_names: set[str] = set()  # of weights that only the other kind has
+    for other_kind, names in KINDS.items():
+        if other_kind != kind:
+            foreign_names.update(names)
 
     def read(name: str, x):
         # Rows of a weight that only this kind has are those of its layers, in order.
@@ -148,7 +153,8 @@ def norm(
     """RMSNorm over the last axis, times the weight plus `offset` where there is one; statistics in
     float32."""
     wide = x.astype(jnp.float32)
-    scaled = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
+    mean_square = jnp.mean(wide * wide, axis=-1, keepdims=True)
+    scaled = wide * jax.lax.rsqrt(mean_square + eps)
     if weight is None:
         return scaled.astype(x.dtype)
     weight = weight.reshape((1,) * (x.ndim - 1) + weight.shape)
@@ -158,18 +164,24 @@ def norm(
 
 
 def _norm(x, weight, config: KVShape):
+    """Norm as the model's layers do."""
     return norm(x, weight, config.norm_eps, config.norm_offset)
 
 
 def _product(x, weights: Layer, name: str):
+    """Multiply by the matrix `name`."""
     # Kept row-major, or the head split after it makes XLA transpose the whole stack of weights
     # before a decode loop.
     return row_major(product(x, weights[name]))
 
 
 def _linear(x, weights: Layer, name: str):
-    y, bias = _product(x, weights, name), weights.get(f"{name}_bias")
-    return y if bias is None else y + bias[None, None]
+    """Multiply by the matrix `name`, and add its bias where the model has one."""
+    y = _product(x, weights, name)
+    bias = weights.get(f"{name}_bias")
+    if bias is None:
+        return y
+    return y + bias[None, None]
 
 
 def key_bias(weights: Layer, config: KVShape) -> Float[Array, "1 1 K D"]:
@@ -180,11 +192,9 @@ def key_bias(weights: Layer, config: KVShape) -> Float[Array, "1 1 K D"]:
 def _all_channels(x: Float[Array, "B T w"], config: ModelConfig) -> Float[Array, "B T W"]:
     """Gather keys or values of all KV heads cached here, where the projection is split finer than
     the cache."""
-    return (
-        x
-        if x.shape[-1] == config.kv_width
-        else jax.lax.all_gather(x, config.split, axis=2, tiled=True)
-    )
+    if x.shape[-1] == config.kv_width:
+        return x
+    return jax.lax.all_gather(x, config.split, axis=2, tiled=True)
 
 
 def heads(x: Float[Array, "B T W"], count: int) -> Float[Array, "B T N D"]:
@@ -199,26 +209,35 @@ def project(
     config: ModelConfig,
     index: Int[Array, ""] | int | None = None,
 ) -> Projected:
-    """Attention norm, QKV projections (bias, QK-norm where the model has them), RoPE on the queries
-    only. `index` is the layer's, or that of one like it; None serves where all layers turn and norm
-    alike."""
+    """Compute a layer up to attention: the norm, the projections to queries, keys and values with
+    what the model has of biases and QK-norms, and RoPE on the queries alone.
+
+    Args:
+        h: the layer's input.
+        index: the layer's number, or that of one like it. None serves where all layers turn and
+            norm alike."""
     x = _norm(h, weights["attn_norm"], config)
     if config.latent is not None:
         q, k = _of_latents(weights, x, config)
         return Projected(_turned(q, positions, config, index), k, k, x, h)
     q = _linear(x, weights, "q")
     q = heads(q, q.shape[-1] // config.head_dim)
-    parts = _product(x, weights, "k"), _linear(x, weights, "v")
-    bare, v = (heads(_all_channels(y, config), config.num_kv_heads) for y in parts)
-    k = bare + key_bias(weights, config) if "k_bias" in weights else bare
-    normed = _of_layer(config.qk_norm, index)
-    if normed is not False:
-        pair = _norm(q, weights.get("q_norm"), config), _norm(k, weights.get("k_norm"), config)
-        q, k = (
-            pair
-            if normed is True
-            else (jnp.where(normed, a, b) for a, b in zip(pair, (q, k), strict=True))
-        )
+    bare = _product(x, weights, "k")
+    v = _linear(x, weights, "v")
+    bare = heads(_all_channels(bare, config), config.num_kv_heads)
+    v = heads(_all_channels(v, config), config.num_kv_heads)
+    k = bare
+    if "k_bias" in weights:
+        k = bare + key_bias(weights, config)
+    has_norm = _of_layer(config.qk_norm, index)
+    if has_norm is not False:
+        normed_q = _norm(q, weights.get("q_norm"), config)
+        normed_k = _norm(k, weights.get("k_norm"), config)
+        if has_norm is True:
+            q, k = normed_q, normed_k
+        else:  # only some layers have it, and a loop over layers knows which as data
+            q = jnp.where(has_norm, normed_q, q)
+            k = jnp.where(has_norm, normed_k, k)
     return Projected(_turned(q, positions, config, index), k, v, x, h, bare)
 
 
@@ -226,18 +245,19 @@ def _of_latents(
     weights: Layer, x: Float[Array, "B T E"], config: ModelConfig
 ) -> tuple[Float[Array, "B T H D"], Float[Array, "B T 1 D"]]:
     """Make queries that meet latents, and the one key that is also the value, both before RoPE."""
-    sizes, latent = config.latent_heads, config.latent
+    sizes = config.latent_heads
+    latent = config.latent
     assert sizes is not None
     assert latent is not None
-    low = norm(_product(x, weights, "q_latent"), weights["q_latent_norm"], sizes.norm_eps)
-    q = _product(low, weights, "q")
-    plain, turned = jnp.split(
-        heads(q, q.shape[-1] // (sizes.key_dim + config.head_dim - latent)), [sizes.key_dim], -1
-    )
-    key = latent_key(
-        _product(x, weights, "k"),
-        norm(_product(x, weights, "v"), weights["latent_norm"], sizes.norm_eps),
-    )
+    q_latent = norm(_product(x, weights, "q_latent"), weights["q_latent_norm"], sizes.norm_eps)
+    q = _product(q_latent, weights, "q")
+    # A query has channels that meet the latent, and others that RoPE turns.
+    turned_channels = config.head_dim - latent
+    count = q.shape[-1] // (sizes.key_dim + turned_channels)
+    plain, turned = jnp.split(heads(q, count), [sizes.key_dim], -1)
+    turned_key = _product(x, weights, "k")
+    plain_key = norm(_product(x, weights, "v"), weights["latent_norm"], sizes.norm_eps)
+    key = latent_key(turned_key, plain_key)
     return latent_key(turned, absorbed(plain, weights["k_up"])), key[:, :, None]
 
 
@@ -256,24 +276,25 @@ def _turned(
 def _of_layer(
     values: bool | tuple[bool, ...], index: Int[Array, ""] | int | None
 ) -> bool | Bool[Array, ""]:
-    """A field's value in layer `index`, which a loop over stacked layers knows as data alone."""
+    """Give a field's value in layer `index`, which a loop over stacked layers knows as data
+    alone."""
     if not isinstance(values, tuple):
         return values
     if index is None:
         raise ValueError("layers differ; say which one this is")
-    return jnp.asarray(values)[index] if isinstance(index, jax.Array) else values[index]
+    if isinstance(index, jax.Array):
+        return jnp.asarray(values)[index]
+    return values[index]
 
 
 def scaled_queries(q: Float[Array, "B T N D"], config: KVShape) -> Float[Array, "B T N D"]:
     """Multiply queries so that scores, which attention multiplies by D^-1/2, come out times the
     shape's `scale`. The factor is a float32 number: rounded to bfloat16 it would change all scores
     by up to 0.4 percent."""
-    scale = config.common_scale
-    return (
-        q
-        if scale is None
-        else (q.astype(jnp.float32) * (scale * config.head_dim**0.5)).astype(q.dtype)
-    )
+    if config.common_scale is None:
+        return q
+    factor = config.common_scale * config.head_dim**0.5
+    return (q.astype(jnp.float32) * factor).astype(q.dtype)
 
 
 def _tempered(
@@ -298,16 +319,25 @@ def _tempered(
     if config.growth_length is None:
         return grown
     ropes = config.rope if isinstance(config.rope, tuple) else (config.rope,) * config.num_layers
-    stays = tuple(rope is None or rope.kind == "none" for rope in ropes)
-    return jnp.where(_of_layer(stays, 0 if index is None else index), grown, q)
+    no_rope = tuple(rope is None or rope.kind == "none" for rope in ropes)
+    grows = _of_layer(no_rope, 0 if index is None else index)
+    return jnp.where(grows, grown, q)
 
 
 def finish(
     weights: Layer, h: Float[Array, "B T E"], attended: Float[Array, "B T H D"], config: ModelConfig
 ):
-    """Output projection, residual, and the gated MLP: the layer's output [B, T, E]."""
+    """Compute a layer from attention on: the output projection, the residual, and the gated MLP.
+
+    Args:
+        h: the layer's input.
+        attended: what attention gives.
+
+    Returns:
+        The layer's output [B, T, E]."""
     if config.latent is not None:
-        attended = raised(key_parts(attended, config.latent)[1], weights["v_up"])
+        _, latents = key_parts(attended, config.latent)
+        attended = raised(latents, weights["v_up"])
     attended = attended.reshape(*h.shape[:2], -1)
     if "q_gate" in weights:
         gate = _product(_norm(h, weights["attn_norm"], config), weights, "q_gate")
@@ -328,40 +358,45 @@ def _finished(
         added = added + weights["o_bias"][None, None]
     h = h + _post_norm(weights, "attn_post_norm", added, config)
     x = _norm(h, weights["mlp_norm"], config)
-    return h + _post_norm(
-        weights, "mlp_post_norm", _total(_feed_forward(weights, x, config), config), config
-    )
+    added = _total(_feed_forward(weights, x, config), config)
+    return h + _post_norm(weights, "mlp_post_norm", added, config)
 
 
 def _post_norm(
     weights: Layer, name: str, x: Float[Array, "B T E"], config: ModelConfig
 ) -> Float[Array, "B T E"]:
-    return _norm(x, weights[name], config) if name in weights else x
+    """Norm what a layer adds to its input, in models that do (Gemma)."""
+    if name not in weights:
+        return x
+    return _norm(x, weights[name], config)
 
 
 def _feed_forward(
     weights: Layer, x: Float[Array, "B T E"], config: ModelConfig
 ) -> Float[Array, "B T E"]:
-    """The MLP, or the experts. In a loop over layers of both kinds both are there, and a branch is
-    taken."""
-
-    def matrices():
-        return (weights[name] for name in ("gate", "up", "down"))
+    """Compute the MLP, or the experts. In a loop over layers of both kinds both are there, and a
+    branch is taken."""
 
     def dense():
-        return mlp(x, *matrices(), activation=config.activation)
+        matrices = [weights[name] for name in ("gate", "up", "down")]
+        return mlp(x, *matrices, activation=config.activation)
 
     def sparse():
-        return mix(weights, x.reshape(-1, x.shape[-1]), config).reshape(x.shape)
+        tokens = x.reshape(-1, x.shape[-1])
+        return mix(weights, tokens, config).reshape(x.shape)
 
-    if "router" in weights and "gate" in weights:
-        return jax.lax.cond(weights["router"].here, sparse, dense)
-    return (sparse if "router" in weights else dense)()
+    if "router" not in weights:
+        return dense()
+    if "gate" not in weights:
+        return sparse()
+    return jax.lax.cond(weights["router"].here, sparse, dense)
 
 
 def _total(x, config: ModelConfig):
     """Sum over the devices that hold parts of a contracted axis."""
-    return jax.lax.psum(x, config.split) if config.split else x
+    if not config.split:
+        return x
+    return jax.lax.psum(x, config.split)
 
 
 def embed(
@@ -372,32 +407,31 @@ def embed(
     if config is None:
         return params["embed"][tokens]
     rows = _looked_up(params["embed"], tokens, config)
-    return (
-        rows
-        if config.embedding_scale == 1
-        else rows * jnp.asarray(config.embedding_scale, rows.dtype)
-    )
+    if config.embedding_scale == 1:
+        return rows
+    return rows * jnp.asarray(config.embedding_scale, rows.dtype)
 
 
 def _looked_up(
     table: Float[Array, "v E"], tokens: Int[Array, "B T"], config: ModelConfig
 ) -> Float[Array, "B T E"]:
+    """Look up rows of a table, of which a device may hold a part of the vocabulary."""
     if table.shape[0] == config.vocab_size:
         return table[tokens]
     rows = tokens - jax.lax.axis_index(config.split) * table.shape[0]
     row_mask = (rows >= 0) & (rows < table.shape[0])
-    return _total(
-        jnp.where(
-            row_mask[..., None], table[jnp.where(row_mask, rows, 0)], jnp.zeros((), table.dtype)
-        ),
-        config,
-    )
+    # Every token has its row on one device. The others give zeros to the sum.
+    is_here = row_mask[..., None]
+    here = table[jnp.where(row_mask, rows, 0)]
+    return _total(jnp.where(is_here, here, jnp.zeros((), table.dtype)), config)
 
 
 def whole_heads(q: Float[Array, "B T h D"], config: ModelConfig) -> Float[Array, "B T H D"]:
     """Gather the queries of all heads that attend here: several devices share the tokens of their
     KV heads."""
-    return jax.lax.all_gather(q, config.gathered, axis=2, tiled=True) if config.gathered else q
+    if not config.gathered:
+        return q
+    return jax.lax.all_gather(q, config.gathered, axis=2, tiled=True)
 
 
 def own_heads(
@@ -463,12 +497,14 @@ def recur(
     new = sources(weights, x)
     finite = found_finite(jnp.float32, new)
     out, state = advance(weights, state, zeroed(jnp.float32, new), counts, config.recurrent)
-    spoilt = jnp.cumsum(~finite & (jnp.arange(h.shape[1])[None] < counts[:, None]), axis=1) > 0
-    spoilt = spoilt if broken is None else spoilt | broken[:, None]
+    # The state remembers all tokens, so that outputs are NaN from a token that is not finite on.
+    spoils = ~finite & (jnp.arange(h.shape[1])[None] < counts[:, None])
+    spoilt = jnp.cumsum(spoils, axis=1) > 0
+    if broken is not None:
+        spoilt = spoilt | broken[:, None]
     mixed = jnp.where(spoilt[..., None], jnp.nan, gated(weights, x, out, config.norm_eps))
-    return Recurred(
-        _finished(weights, h, mixed.astype(h.dtype), "delta_o", config), state, new, finite
-    )
+    output = _finished(weights, h, mixed.astype(h.dtype), "delta_o", config)
+    return Recurred(output, state, new, finite)
 
 
 def over_recurrent(
@@ -489,17 +525,18 @@ def over_recurrent(
             state = step(number, state)
         return state
     if not isinstance(index, jax.core.Tracer):
-        return (
-            jax.lax.fori_loop(starts[index], ends[index], step, state)
-            if starts[index] < ends[index]
-            else state
-        )
+        if starts[index] == ends[index]:
+            return state
+        return jax.lax.fori_loop(starts[index], ends[index], step, state)
+    # Behind the last layer of attention there may be another number of them, but a loop over layers
+    # of attention does not go there.
     counts = {end - start for start, end in zip(starts[:-1], ends[:-1], strict=True)}
     first = jnp.asarray(starts)[index]
     if len(counts) > 1:
         return jax.lax.fori_loop(first, jnp.asarray(ends)[index], step, state)
     numbers = first + jnp.arange(counts.pop())
-    return jax.lax.scan(lambda state, number: (step(number, state), None), state, numbers)[0]
+    state, _ = jax.lax.scan(lambda state, number: (step(number, state), None), state, numbers)
+    return state
 
 
 def up_to(
@@ -525,24 +562,27 @@ def causal_mask(
 ) -> Bool[Array, "T T"]:
     """Mark the keys that each query of layer `index` sees among T tokens: not after it, within its
     sliding window."""
-    windows = jnp.asarray(
-        [2**30 if window is None else window for window in config.windows], jnp.int32
-    )
-    queries, keys = jnp.arange(length)[:, None], jnp.arange(length)[None, :]
+    endless = 2**30  # tokens: longer than any text, and twice that is still int32
+    widths = [endless if window is None else window for window in config.windows]
+    windows = jnp.asarray(widths, jnp.int32)
+    queries = jnp.arange(length)[:, None]
+    keys = jnp.arange(length)[None, :]
     seen = (keys <= queries) & (queries - keys < windows[index])
     if config.chunked is False:
         return seen
-    chunk = (keys <= queries) & (queries // windows[index] == keys // windows[index])
-    return jnp.where(_of_layer(config.chunked, index), chunk, seen)
+    # In layers with chunks a query sees its own chunk alone.
+    in_chunk = (keys <= queries) & (queries // windows[index] == keys // windows[index])
+    return jnp.where(_of_layer(config.chunked, index), in_chunk, seen)
 
 
 def own_sinks(weights: Layer, config: ModelConfig, count: int) -> Float[Array, " n"] | None:
-    """The logits of the score sinks of this device's own `count` query heads; None where the model
-    has none."""
+    """Give the logits of the score sinks of this device's own `count` query heads; None where the
+    model has none."""
     sinks = weights.get("score_sinks")
-    return (
-        None if sinks is None else own_heads(sinks[None, None, :, None], config, count)[0, 0, :, 0]
-    )
+    if sinks is None:
+        return None
+    own = own_heads(sinks[None, None, :, None], config, count)
+    return own[0, 0, :, 0]
 
 
 def attend_plainly(
@@ -552,9 +592,8 @@ def attend_plainly(
     are rotated."""
     mask = causal_mask(q.shape[1], index, config)
     mask = jnp.broadcast_to(mask, (q.shape[0], *mask.shape))
-    return with_sinks(
-        segment_attention(q, k, v, mask, config.softcap), weights.get("score_sinks")
-    ).out
+    attended = segment_attention(q, k, v, mask, config.softcap)
+    return with_sinks(attended, weights.get("score_sinks")).out
 
 
 def hidden_states(
@@ -567,7 +606,8 @@ def hidden_states(
 
     def step(index, h):
         h = up_to(params, index, h, config)
-        weights, turns = layer(params, index), positions_of_layer(positions, config, index)
+        weights = layer(params, index)
+        turns = positions_of_layer(positions, config, index)
         projected = project(weights, h, positions, config, index)
         rotated = rotate(projected.k, turns, config)
         attended = attend_plainly(projected.q, rotated, projected.v, index, weights, config)

@@ -79,16 +79,15 @@ def read_fields(file: Path) -> dict[str, Any]:
     }
     if rotary and (rotary != head_dim or FAMILIES[name].recurrent):
         fields["partial_rotary_factor"] = rotary / head_dim
-    fields |= _scores(header, family, name, width // max(1, heads)) | _layer_kinds(
-        header, family, name
-    )
+    fields |= _scores(header, family, name, width // max(1, heads))
+    fields |= _layer_kinds(header, family, name)
     experts = _experts(header, family, name)
     inner = integer("feed_forward_length", experts.get("moe_intermediate_size"))
     return fields | experts | {"intermediate_size": inner}
 
 
 def _architecture(header: Header) -> str:
-    """Hugging Face's name of the architecture."""
+    """Give Hugging Face's name of the architecture."""
     family = header.text("general.architecture")
     if family not in ARCHITECTURES:
         names = ", ".join(ARCHITECTURES)
@@ -103,18 +102,17 @@ def _architecture(header: Header) -> str:
 
 def _count_layers(header: Header, family: str) -> int:
     """Count the model's layers, without those at the end that draft tokens."""
-    return header.integer(f"{family}.block_count") - header.integer(
-        f"{family}.nextn_predict_layers", 0
-    )
+    drafting = header.integer(f"{family}.nextn_predict_layers", 0)
+    return header.integer(f"{family}.block_count") - drafting
 
 
 def _scores(header: Header, family: str, name: str, width: int) -> dict[str, Any]:
     """Read the scale of scores and the caps of scores and logits. `width` is the model's width /
     heads."""
-    caps = ("attn_logit_softcapping", "final_logit_softcapping")
-    fields: dict[str, Any] = {
-        cap: header.number(f"{family}.{cap}") for cap in caps if f"{family}.{cap}" in header.values
-    }
+    fields: dict[str, Any] = {}
+    for cap in ("attn_logit_softcapping", "final_logit_softcapping"):
+        if f"{family}.{cap}" in header.values:
+            fields[cap] = header.number(f"{family}.{cap}")
     if FAMILIES[name].query_scale:
         # The file does not say the divisor. Only the published model with this number of layers has
         # another one.
@@ -129,25 +127,30 @@ def _layer_kinds(header: Header, family: str, name: str) -> dict[str, Any]:
     kinds = FAMILIES[name]
     if kinds.recurrent:
         return _recurrence(header, family)
-    key, fields = f"{family}.attention.sliding_window", {}
     if kinds.slides_by != "sliding_window_pattern":
-        return fields
-    if (
-        not kinds.rope_by_type
-    ):  # a Gemma 3 without the key has no window, the others have that of their family
+        return {}
+    fields: dict[str, Any] = {}
+    key = f"{family}.attention.sliding_window"
+    # A Gemma 3 without the key has no window, the others have that of their family.
+    if not kinds.rope_by_type:
         fields["sliding_window"] = header.integer(key, kinds.defaults["sliding_window"])
-    if isinstance(header.values.get(f"{key}_pattern"), np.ndarray):
-        marks = header.numbers(f"{key}_pattern", _count_layers(header, family)).astype(bool)
-        fields["layer_types"] = [
-            "sliding_attention" if slides else "full_attention" for slides in marks
-        ]
-    elif f"{key}_pattern" in header.values:
-        fields["sliding_window_pattern"] = header.integer(f"{key}_pattern")
+    pattern = f"{key}_pattern"  # a mark for each layer, or a period
+    if isinstance(header.values.get(pattern), np.ndarray):
+        marks = header.numbers(pattern, _count_layers(header, family))
+        fields["layer_types"] = _types(marks, "sliding_attention")
+    elif pattern in header.values:
+        fields["sliding_window_pattern"] = header.integer(pattern)
     return fields
 
 
+def _types(marks: np.ndarray, kind: str) -> list[str]:
+    """Name the kinds of layers as Hugging Face does: the marked ones `kind`, the others full
+    attention."""
+    return [kind if mark else "full_attention" for mark in marks.astype(bool)]
+
+
 def _recurrence(header: Header, family: str) -> dict[str, Any]:
-    """The recurrent layers and their sizes."""
+    """Read the recurrent layers and their sizes."""
     values = header.integer(f"{family}.ssm.time_step_rank")
     inner = header.integer(f"{family}.ssm.inner_size")
     if not values or inner % values:
@@ -164,20 +167,25 @@ def _recurrence(header: Header, family: str) -> dict[str, Any]:
     }
     key = f"{family}.attention.recurrent_layers"
     if key in header.values:
-        marks = header.numbers(key, header.integer(f"{family}.block_count")).astype(bool)
+        # Layers that draft tokens have a mark too.
+        marks = header.numbers(key, header.integer(f"{family}.block_count"))
         marks = marks[: _count_layers(header, family)]
-        fields["layer_types"] = ["linear_attention" if on else "full_attention" for on in marks]
+        fields["layer_types"] = _types(marks, "linear_attention")
     return fields
 
 
 def _end_tokens(header: Header) -> list[int]:
-    """Tokens that end a text, a turn, or a message."""
-    keys = (f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom"))
-    return list(dict.fromkeys(header.integer(key) for key in keys if key in header.values))
+    """List the tokens that end a text, a turn, or a message."""
+    tokens = []
+    for name in ("eos", "eot", "eom"):
+        key = f"tokenizer.ggml.{name}_token_id"
+        if key in header.values:
+            tokens.append(header.integer(key))
+    return list(dict.fromkeys(tokens))  # each once
 
 
 def _ropes(header: Header, family: str, name: str, turned: int) -> dict[str, Any]:
-    """The rotary embedding of `turned` channels; in families with two, one for each type of
+    """Read the rotary embedding of `turned` channels; in families with two, one for each type of
     layer."""
     rope = _rope(header, family, turned)
     if name == "GptOssForCausalLM" and rope["rope_type"] == "yarn":
@@ -193,7 +201,7 @@ def _ropes(header: Header, family: str, name: str, turned: int) -> dict[str, Any
 
 
 def _rope(header: Header, family: str, head_dim: int) -> dict[str, Any]:
-    """One rotary embedding of `head_dim` channels."""
+    """Read one rotary embedding of `head_dim` channels."""
     key = f"{family}.rope."
     rope: dict[str, Any] = {"rope_theta": header.number(f"{key}freq_base", 10000.0)}
     # Files from before there were other kinds.
@@ -223,10 +231,8 @@ def _rope(header: Header, family: str, head_dim: int) -> dict[str, Any]:
         f"{key}scaling.original_context_length", length
     )
     # Converters write the factor on cos and sin where a config has one. Another key multiplies it.
-    multiple, stated = (
-        header.number(f"{key}scaling.attn_factor", 1.0),
-        f"{key}scaling.yarn_attn_factor",
-    )
+    multiple = header.number(f"{key}scaling.attn_factor", 1.0)
+    stated = f"{key}scaling.yarn_attn_factor"
     if multiple != 1 or stated in header.values:
         factor = 0.1 * float(np.log(max(1.0, rope["factor"]))) + 1.0
         rope["attention_factor"] = multiple * header.number(stated, factor)
@@ -246,11 +252,13 @@ def _divisors(header: Header, head_dim: int) -> list[float] | None:
             f"{header.file}: {_DIVISORS} is {entry.kind} {list(entry.shape)}, not F32 [{head_dim // 2}]"
         )
     divisors = np.fromfile(header.file, "<f4", head_dim // 2, offset=entry.start)
-    return None if (divisors == 1).all() else divisors.tolist()
+    if (divisors == 1).all():
+        return None
+    return divisors.tolist()
 
 
 def _experts(header: Header, family: str, name: str) -> dict[str, Any]:
-    """Fields of a mixture of experts; {} without one."""
+    """Read the fields of a mixture of experts; {} without one."""
     names = FAMILIES[name].experts
     if names is None:
         return {}
@@ -262,13 +270,16 @@ def _experts(header: Header, family: str, name: str) -> dict[str, Any]:
         return fields
 
     def width(key: str, tensor: str) -> int:
+        """Read the width of an expert, or find it in a tensor, as older files have no key."""
         stored = f"blk.0.{tensor}.weight"
-        entry = header.tensors.get(stored)  # older files say the width in no other place
-        if entry is not None and len(entry.shape) < 2:
+        entry = header.tensors.get(stored)
+        if entry is None:
+            return header.integer(f"{family}.{key}", None)
+        if len(entry.shape) < 2:
             raise UserError(
                 f"{header.file}: damaged: tensor {stored!r} has shape {list(entry.shape)}; wanted matrices"
             )
-        return header.integer(f"{family}.{key}", None if entry is None else entry.shape[-2])
+        return header.integer(f"{family}.{key}", entry.shape[-2])
 
     fields[names.width] = width("expert_feed_forward_length", "ffn_gate_exps")
     if names.shared_width is not None:
@@ -343,8 +354,11 @@ def find_tensors(file: Path) -> dict[str, Entry]:
         UserError: for a type of tensor that is not read here, for codes where the package `gguf` is
             not installed, or as `read_fields` does.
     """
-    header, fields = read_header(file), read_fields(file)
-    family, name = header.text("general.architecture"), fields["architectures"][0]
+    header = read_header(file)
+    fields = read_fields(file)
+    family = header.text("general.architecture")
+    name = fields["architectures"][0]
+    has_offset = FAMILIES[name].norm_offset  # norms multiply by a weight plus 1
     tensors: dict[str, Entry] = {}
     for stored, entry in header.tensors.items():
         if stored == _DIVISORS:
@@ -355,11 +369,8 @@ def find_tensors(file: Path) -> dict[str, Entry]:
             require_decoder(file, entry.kind)
         front, _, suffix = stored.partition(".")
         number, _, part = suffix.partition(".")
-        if (
-            stored.endswith("norm.weight")
-            and part != "ssm_norm.weight"
-            and FAMILIES[name].norm_offset
-        ):
+        # Converters add the 1 to the weights of norms, except that of recurrent layers.
+        if has_offset and stored.endswith("norm.weight") and part != "ssm_norm.weight":
             entry = entry._replace(undo=_less_one)
         if front != "blk" or not number.isdecimal():
             tensors[_OUTER.get(stored, stored)] = entry
@@ -379,39 +390,44 @@ def _less_one(x: np.ndarray) -> np.ndarray:
 
 
 def _rate_of(decay: np.ndarray) -> np.ndarray:
-    """The logarithm of a decay, which a file holds as its negative."""
-    with np.errstate(
-        all="ignore"
-    ):  # a damaged file gives no warning here: NaN weights show in logits
+    """Compute the logarithm of a decay, which a file holds as its negative."""
+    # A damaged file gives no warning here: NaN weights show in logits.
+    with np.errstate(all="ignore"):
         return np.log(-decay)
 
 
 def _of_recurrence(fields: dict[str, Any], part: str, entry: Entry) -> Entry:
-    """A tensor of a recurrent layer, with what llama.cpp's converter did to it.
+    """Note at a tensor of a recurrent layer what llama.cpp's converter did to it.
 
     Each key head serves several value heads. A checkpoint has the value heads of a key head
     together. A file has the first value head of every key head, then the second of each.
     """
-    keys, values = fields["linear_num_key_heads"], fields["linear_num_value_heads"]
-    dim, value_start = fields["linear_value_head_dim"], 2 * keys * fields["linear_key_head_dim"]
+    keys = fields["linear_num_key_heads"]
+    values = fields["linear_num_value_heads"]
+    dim = fields["linear_value_head_dim"]
+    value_start = 2 * keys * fields["linear_key_head_dim"]  # behind the queries and keys
+    # Where the value heads lie in each tensor that has some.
+    after_keys = {"size": dim, "first": value_start}
     places = {
-        **{
-            tensor: {"size": dim, "first": value_start}
-            for tensor in ("attn_qkv.weight", "ssm_conv1d.weight")
-        },
+        "attn_qkv.weight": after_keys,
+        "ssm_conv1d.weight": after_keys,
         "attn_gate.weight": {"size": dim},
         "ssm_out.weight": {"size": dim, "axis": 1},
-        **{
-            tensor: {} for tensor in ("ssm_alpha.weight", "ssm_beta.weight", "ssm_a", "ssm_dt.bias")
-        },
+        "ssm_alpha.weight": {},
+        "ssm_beta.weight": {},
+        "ssm_a": {},
+        "ssm_dt.bias": {},
     }
     if part in places and keys and values % keys == 0:
         entry = entry._replace(order=Order(keys, values // keys, **places[part]))
-    return entry._replace(undo=_rate_of) if part == "ssm_a" else entry
+    if part == "ssm_a":
+        entry = entry._replace(undo=_rate_of)
+    return entry
 
 
 def _layer_tensors(file: Path, name: str, layer: str, part: str, entry: Entry) -> dict[str, Entry]:
-    """One tensor of a layer by its name there; a tensor of all experts as the matrices of each."""
+    """Give a tensor of a layer by its name at Hugging Face; a tensor of all experts as the matrices
+    of each."""
     names = _EXPERT | dict(FAMILIES[name].tensor_names)
     stem = part.removesuffix(".weight").removeprefix("ffn_")
     kind, _, expert = stem.partition("_exps" if stem.endswith("_exps") else ".")
@@ -423,13 +439,14 @@ def _layer_tensors(file: Path, name: str, layer: str, part: str, entry: Entry) -
             raise UserError(
                 f"{file}: {part!r} has shape {list(entry.shape)}, wanted [experts, outputs, inputs]"
             )
-        nbytes = entry.nbytes // entry.shape[0]
-        return {
-            layer + pattern.format(number): entry._replace(
-                shape=entry.shape[1:], start=entry.start + number * nbytes, nbytes=nbytes
-            )
-            for number in range(entry.shape[0])
-        }
+        count, *shape = entry.shape
+        nbytes = entry.nbytes // count
+        matrices = {}
+        for number in range(count):
+            start = entry.start + number * nbytes
+            matrix = entry._replace(shape=tuple(shape), start=start, nbytes=nbytes)
+            matrices[layer + pattern.format(number)] = matrix
+        return matrices
     if expert.isdecimal() and pattern is not None:  # files from before all experts were one tensor
         return {layer + pattern.format(int(expert)): entry}
     if part in _OURS:
@@ -440,22 +457,25 @@ def _layer_tensors(file: Path, name: str, layer: str, part: str, entry: Entry) -
 
 
 def _halves(file: Path, name: str, layer: str, entry: Entry) -> dict[str, Entry]:
-    """The two inner matrices of all experts out of one tensor: of each expert the rows of the gate
-    come first."""
+    """Cut the two inner matrices of all experts out of one tensor: of each expert the rows of the
+    gate come first."""
     count, rows, columns = entry.shape
     nbytes = entry.nbytes // max(1, 2 * count)
     half = entry._replace(shape=(rows // 2, columns), nbytes=nbytes)
     tensors: dict[str, Entry] = {}
+    start = entry.start
     for number, kind in itertools.product(range(count), ("gate", "up")):
-        start = entry.start + (2 * number + (kind == "up")) * nbytes
-        tensors |= _layer_tensors(
-            file, name, layer, f"ffn_{kind}.{number}.weight", half._replace(start=start)
-        )
+        matrix = half._replace(start=start)
+        tensors |= _layer_tensors(file, name, layer, f"ffn_{kind}.{number}.weight", matrix)
+        start += nbytes
     return tensors
 
 
 def _refuse_type(file: Path, name: str, entry: Entry):
-    label, number = entry.kind, int(entry.kind.removeprefix("type "))
+    """Raise UserError for a tensor of a type that is not read, by the type's name where the package
+    `gguf` knows it."""
+    label = entry.kind
+    number = int(label.removeprefix("type "))
     if importlib.util.find_spec("gguf") is not None:
         from gguf import GGMLQuantizationType
 

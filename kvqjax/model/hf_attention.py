@@ -33,15 +33,16 @@ def heads_from_hf(raw: dict, family: Family, width: int, heads: int) -> dict[str
         UserError: for a field that is missing, malformed, or asks for what the decoder does not
             compute.
     """
-    if raw.get("head_dim") is None and width % heads:
-        refuse(
-            "hidden_size",
-            width,
-            f"without head_dim wanted a multiple of num_attention_heads={heads}",
-        )
-    head_dim = width // heads if raw.get("head_dim") is None else read_integer(raw, "head_dim")
-    grouped = raw.get("num_key_value_heads") is not None
-    kv_heads = read_integer(raw, "num_key_value_heads") if grouped else heads
+    if raw.get("head_dim") is not None:
+        head_dim = read_integer(raw, "head_dim")
+    else:
+        if width % heads:
+            wanted = f"without head_dim wanted a multiple of num_attention_heads={heads}"
+            refuse("hidden_size", width, wanted)
+        head_dim = width // heads
+    kv_heads = heads
+    if raw.get("num_key_value_heads") is not None:
+        kv_heads = read_integer(raw, "num_key_value_heads")
     return {
         "num_kv_heads": kv_heads,
         "head_dim": head_dim,
@@ -70,10 +71,10 @@ def latents_from_hf(raw: dict, family: Family, heads: int) -> dict[str, Any]:
         refuse(
             "num_key_value_heads", raw["num_key_value_heads"], f"wanted num_attention_heads={heads}"
         )
-    sizes = LatentHeads(
-        **{name: read_integer(raw, field) for name, field in _LATENT_FIELDS.items()}
-    )
-    latent, turned = read_integer(raw, _LATENT), read_integer(raw, _TURNED)
+    fields = {name: read_integer(raw, field) for name, field in _LATENT_FIELDS.items()}
+    sizes = LatentHeads(**fields)
+    latent = read_integer(raw, _LATENT)
+    turned = read_integer(raw, _TURNED)
     if latent % 2 or turned % 2:
         refuse(_LATENT, latent, f"it and {_TURNED}={turned} are wanted even")
     dim = sizes.key_dim + turned
@@ -82,13 +83,9 @@ def latents_from_hf(raw: dict, family: Family, heads: int) -> dict[str, Any]:
     rope, prefix = _rope_object(raw, family)
     scale = dim**-0.5
     if rope.get(_MSCALE):
-        scale *= (
-            _mscale(
-                read_number(rope, "factor", prefix=prefix),
-                read_number(rope, _MSCALE, prefix=prefix),
-            )
-            ** 2
-        )
+        factor = read_number(rope, "factor", prefix=prefix)
+        multiplier = read_number(rope, _MSCALE, prefix=prefix)
+        scale *= _mscale(factor, multiplier) ** 2
     return {
         "num_kv_heads": 1,
         "head_dim": latent + turned,
@@ -105,8 +102,12 @@ _SCALE = "query_pre_attn_scalar"
 
 def _scale_from_hf(raw: dict, family: Family, head_dim: int) -> float | None:
     """Give the factor of the scores; None for D^-1/2, which most families have."""
-    divisor = read_number(raw, _SCALE) if family.query_scale else head_dim
-    return None if divisor == head_dim else divisor**-0.5
+    if not family.query_scale:
+        return None
+    divisor = read_number(raw, _SCALE)
+    if divisor == head_dim:
+        return None
+    return divisor**-0.5
 
 
 # --- Rotary embedding ---
@@ -153,52 +154,48 @@ def ropes_from_hf(
     """
     if not family.rope_by_type:
         rope = _rope_from_hf(raw, family, head_dim, length)
-        return (
-            rope if all(roped) else tuple(rope if on else RopeConfig(kind="none") for on in roped)
-        )
-    of_type = {
-        name: _rope_from_hf(fields, family, head_dim, length)
-        for name, fields in _by_type(raw).items()
-    }
-    return tuple(
-        of_type[FULL_ATTENTION if window is None else SLIDING_ATTENTION] for window in windows
-    )
+        if all(roped):
+            return rope
+        return tuple(rope if has_rope else RopeConfig(kind="none") for has_rope in roped)
+    of_type = {}
+    for name, fields in _by_type(raw).items():
+        of_type[name] = _rope_from_hf(fields, family, head_dim, length)
+    ropes = []
+    for window in windows:
+        ropes.append(of_type[FULL_ATTENTION if window is None else SLIDING_ATTENTION])
+    return tuple(ropes)
 
 
 def _by_type(raw: dict) -> dict[str, dict]:
-    """The config as layers of each type read it. transformers 5 writes a rope for each type.
+    """Give the config as layers of each type read it. transformers 5 writes a rope for each type.
     Version 4 writes a rope for full attention alone, and beside it the base of the sliding layers'
     frequencies."""
     ropes = raw.get("rope_parameters") or {}
-    if not isinstance(ropes, dict) or not all(
-        isinstance(ropes.get(name) or {}, dict) for name in (FULL_ATTENTION, SLIDING_ATTENTION)
-    ):
-        refuse(
-            "rope_parameters",
-            ropes,
-            f"wanted an object with {FULL_ATTENTION} and {SLIDING_ATTENTION}",
-        )
-    if ropes and not ropes.keys() <= {FULL_ATTENTION, SLIDING_ATTENTION}:
-        refuse(
-            "rope_parameters",
-            ropes,
-            f"wanted an object with {FULL_ATTENTION} and {SLIDING_ATTENTION}",
-        )
-    full_attention = raw | {"rope_parameters": ropes.get(FULL_ATTENTION)}
-    sliding_attention = raw | {
+    if not _are_ropes_by_type(ropes):
+        wanted = f"wanted an object with {FULL_ATTENTION} and {SLIDING_ATTENTION}"
+        refuse("rope_parameters", ropes, wanted)
+    full_attention = {"rope_parameters": ropes.get(FULL_ATTENTION)}
+    sliding_attention = {
         "rope_parameters": ropes.get(SLIDING_ATTENTION),
         "rope_scaling": None,
+        "rope_theta": raw.get("rope_local_base_freq"),
     }
-    return {
-        FULL_ATTENTION: full_attention,
-        SLIDING_ATTENTION: sliding_attention | {"rope_theta": raw.get("rope_local_base_freq")},
-    }
+    return {FULL_ATTENTION: raw | full_attention, SLIDING_ATTENTION: raw | sliding_attention}
+
+
+def _are_ropes_by_type(ropes: Any) -> bool:
+    """Say whether a field has a rope, or null, for layers of each type and for nothing else."""
+    if not isinstance(ropes, dict):
+        return False
+    if not ropes.keys() <= {FULL_ATTENTION, SLIDING_ATTENTION}:
+        return False
+    return all(isinstance(rope or {}, dict) for rope in ropes.values())
 
 
 def _rope_from_hf(
     raw: dict, family: Family, head_dim: int, length: int | None = None
 ) -> RopeConfig:
-    """One rope for texts of up to `length` tokens; None: up to the length before scaling."""
+    """Read one rope for texts of up to `length` tokens; None: up to the length before scaling."""
     rope, prefix = _rope_object(raw, family)
     share = _turned_share(raw, rope, family, head_dim, prefix)
     kind = rope.get("rope_type") or rope.get("type") or "default"
@@ -206,15 +203,18 @@ def _rope_from_hf(
         refuse(f"{prefix}rope_type", kind, "wanted yarn")
     theta = read_number(rope, "rope_theta", read_number(raw, "rope_theta", 10000.0), prefix)
     # Queries grow from this length on, which other kinds than these have for themselves.
-    is_asked = family.query_growth and kind in ("default", "linear", "dynamic")
-    growth_length = read_integer(rope, _LENGTH, prefix) if is_asked else 0
+    growth_length = 0
+    if family.query_growth and kind in ("default", "linear", "dynamic"):
+        growth_length = read_integer(rope, _LENGTH, prefix)
     if kind == "default":
         return RopeConfig(theta=theta, fraction=share, original_max_position=growth_length)
     if kind == "linear":
         factor = read_number(rope, "factor", prefix=prefix)
+        scaled_length = 0
         # The length that Gemma 3 states is the one after scaling, other families' the one before
         # it.
-        scaled_length = read_integer(raw, "max_position_embeddings") if family.rope_by_type else 0
+        if family.rope_by_type:
+            scaled_length = read_integer(raw, "max_position_embeddings")
         original_length = growth_length or int(scaled_length / factor)
         return RopeConfig(
             theta=theta,
@@ -227,35 +227,37 @@ def _rope_from_hf(
         refuse(f"{prefix}rope_type", kind, f"known: {', '.join(KNOWN_KINDS)}")
 
     full_length = read_integer(raw, "max_position_embeddings")
-    original_length = full_length if kind == "dynamic" else _original_length(raw, rope, prefix)
+    original_length = full_length
+    if kind != "dynamic":
+        original_length = _original_length(raw, rope, prefix)
+    ratio = full_length / original_length
+    turned = int(head_dim * share)  # channels
     if growth_length not in (0, original_length):
         refuse(f"{prefix}{_LENGTH}", growth_length, f"wanted {original_length}, as for the rope")
     if kind == "llama3":
         fields = _llama3(rope, prefix, family)
     elif kind == "yarn":
-        fields = _yarn(rope, full_length / original_length, prefix)
+        fields = _yarn(rope, ratio, prefix)
         if family.latent and fields["attention_factor"] != 1:
-            refuse(
-                f"{prefix}mscale",
-                rope.get("mscale"),
-                f"wanted that of {_MSCALE}: cos and sin are not scaled",
-            )
+            wanted = f"wanted that of {_MSCALE}: cos and sin are not scaled"
+            refuse(f"{prefix}mscale", rope.get("mscale"), wanted)
     elif kind == "longrope":
-        fields = _longrope(
-            rope, original_length, full_length / original_length, int(head_dim * share) // 2, prefix
-        )
+        fields = _longrope(rope, original_length, ratio, turned // 2, prefix)
     else:
-        fields = _dynamic(rope, int(head_dim * share), prefix)
+        fields = _dynamic(rope, turned, prefix)
     config = RopeConfig(
         theta=theta, kind=kind, original_max_position=original_length, fraction=share, **fields
     )
-    return config if length is None else config.for_length(length)
+    if length is None:
+        return config
+    return config.for_length(length)
 
 
 def _turned_share(raw: dict, rope: dict, family: Family, head_dim: int, prefix: str) -> float:
-    """The share of a head's channels that a rope turns."""
+    """Read the share of a head's channels that a rope turns."""
     if family.latent:
         turned = read_integer(raw, _TURNED)
+        # The config counts the channels of a key, the cache those of the latent in their place.
         share = turned / (turned + read_integer(raw, _LATENT_FIELDS["key_dim"]))
         if not math.isclose(rope.get("partial_rotary_factor") or share, share):
             refuse(
@@ -268,12 +270,10 @@ def _turned_share(raw: dict, rope: dict, family: Family, head_dim: int, prefix: 
         return 1.0
     field = "partial_rotary_factor"
     share = read_number(rope, field, read_number(raw, field, 1.0), prefix)
-    if share > 1 or int(head_dim * share) % 2 or int(head_dim * share) < 2:
-        refuse(
-            field,
-            share,
-            f"wanted a share of head_dim = {head_dim} that is an even number of channels",
-        )
+    turned = int(head_dim * share)
+    if share > 1 or turned % 2 or turned < 2:
+        wanted = f"wanted a share of head_dim = {head_dim} that is an even number of channels"
+        refuse(field, share, wanted)
     return share
 
 
@@ -302,21 +302,24 @@ def growth_from_hf(raw: dict, family: Family) -> dict[str, Any]:
 
 
 def _rope_object(raw: dict, family: Family) -> tuple[dict, str]:
-    """The object that describes the rope, and its name as a prefix of its fields' names."""
+    """Find the object that describes the rope, and its name as a prefix of its fields' names."""
     # A non-empty `rope_scaling` wins over `rope_parameters`, as in transformers.
     field = "rope_scaling" if raw.get("rope_scaling") else "rope_parameters"
     rope = raw.get(field) or dict(family.rope_defaults)
     if not isinstance(rope, dict):
         refuse(field, rope, "wanted an object")
-    fields = _ROPE_FIELDS | (_GROWTH_FIELDS if family.query_growth else set())
+    known = _ROPE_FIELDS
+    if family.query_growth:
+        known = known | _GROWTH_FIELDS
     for name in rope:
-        if name not in fields:
+        if name not in known:
             refuse(f"{field}.{name}", rope[name], "the field is unknown")
     return rope, f"{field}."
 
 
 def _original_length(raw: dict, rope: dict, prefix: str) -> int:
-    """The length before scaling: beside the rope's fields, among them, or else the full length."""
+    """Read the length before scaling: beside the rope's fields, among them, or else the full
+    length."""
     if raw.get(_LENGTH) is not None:
         return read_integer(raw, _LENGTH)
     if rope.get(_LENGTH) is not None:
@@ -325,8 +328,10 @@ def _original_length(raw: dict, rope: dict, prefix: str) -> int:
 
 
 def _llama3(rope: dict, prefix: str, family: Family) -> dict:
+    """Read the fields of Llama 3's kind."""
     read = functools.partial(read_number, rope, prefix=prefix)
-    low, high = read("low_freq_factor"), read("high_freq_factor")
+    low = read("low_freq_factor")
+    high = read("high_freq_factor")
     # Llama 4 is published with equal factors: no wavelength lies between. transformers warns of
     # that and computes.
     if high < low or (high == low and not family.chunked):
@@ -335,6 +340,7 @@ def _llama3(rope: dict, prefix: str, family: Family) -> dict:
 
 
 def _dynamic(rope: dict, head_dim: int, prefix: str) -> dict:
+    """Read the field of the kind dynamic. `head_dim` counts the channels that are turned."""
     factor = read_number(rope, "factor", prefix=prefix)
     if head_dim == 2 or factor < 1:
         reason = "dynamic wants at least 1, and heads of more than 2 channels"
@@ -343,7 +349,8 @@ def _dynamic(rope: dict, head_dim: int, prefix: str) -> dict:
 
 
 def _yarn(rope: dict, ratio: float, prefix: str) -> dict:
-    """Yarn's fields. A factor of null stands for `ratio`, the full length over the original one."""
+    """Read yarn's fields. A factor of null stands for `ratio`, the full length over the original
+    one."""
     if "factor" not in rope:
         reason = "wanted a positive number, or null for max_position_embeddings / original"
         refuse(f"{prefix}factor", None, reason)
@@ -358,7 +365,8 @@ def _yarn(rope: dict, ratio: float, prefix: str) -> dict:
 
 
 def _yarn_attention_factor(rope: dict, factor: float, prefix: str) -> float:
-    """Yarn's factor on cos and sin: that of the config, or 0.1 m ln(factor) + 1 (arXiv 2309.00071).
+    """Give yarn's factor on cos and sin: that of the config, or 0.1 m ln(factor) + 1 (arXiv
+    2309.00071).
 
     In a config with mscale and mscale_all_dim it is the ratio of the two.
     """
@@ -372,12 +380,14 @@ def _yarn_attention_factor(rope: dict, factor: float, prefix: str) -> float:
 
 
 def _mscale(factor: float, multiplier: float) -> float:
-    """0.1 m ln(factor) + 1, and 1 where nothing is scaled."""
-    return 1.0 if factor <= 1 else 0.1 * multiplier * math.log(factor) + 1.0
+    """Compute 0.1 m ln(factor) + 1, and 1 where nothing is scaled."""
+    if factor <= 1:
+        return 1.0
+    return 0.1 * multiplier * math.log(factor) + 1.0
 
 
 def _longrope(rope: dict, original: int, ratio: float, pairs: int, prefix: str) -> dict:
-    """Factors of every pair of a head, and the one on cos and sin (arXiv 2402.13753).
+    """Read the factors of every pair of a head, and the one on cos and sin (arXiv 2402.13753).
 
     The factor on cos and sin is that of the config, or sqrt(1 + ln(factor) / ln(original)). Where
     the config has no factor, it is `ratio`, the full length over the original one.

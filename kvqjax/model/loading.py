@@ -100,44 +100,41 @@ class Model(struct.PyTreeNode):
     tokenizer_files: tuple[FileState, ...] = struct.field(pytree_node=False, default=())
 
     def __repr__(self) -> str:
-        config, leaves = (
-            self.config,
-            [leaf for leaf in jax.tree.leaves(self.params) if hasattr(leaf, "shape")],
-        )
-        kinds = ", ".join(dict.fromkeys(str(leaf.dtype) for leaf in leaves))
-        facts = [
-            f"{config.depth} layers of width {config.width}",
-            *(
-                [f"{config.depth - config.num_layers} of them recurrent"]
-                if config.recurrent
-                else []
-            ),
-            _heads_text(config),
-            f"{config.vocab_size} tokens",
-            f"{sum(math.prod(leaf.shape) for leaf in leaves):,} numbers in {kinds or 'no arrays'}",
-            *(
-                ["with calibrated constants"]
-                if jax.tree.leaves((self.constants, self.others))
-                else []
-            ),
-            *([f"on a mesh of {self.rules.mesh.size} devices"] if self.rules else []),
-        ]
-        return f"Model({Path(self.folder).name or config.architecture}: {', '.join(facts)})"
+        config = self.config
+        # A tree map may have put something else in the place of arrays.
+        leaves = [leaf for leaf in jax.tree.leaves(self.params) if hasattr(leaf, "shape")]
+        kinds = ", ".join(dict.fromkeys(str(leaf.dtype) for leaf in leaves)) or "no arrays"
+        numbers = sum(math.prod(leaf.shape) for leaf in leaves)
+        facts = [f"{config.depth} layers of width {config.width}"]
+        if config.recurrent:
+            facts.append(f"{config.depth - config.num_layers} of them recurrent")
+        facts.append(_heads_text(config))
+        facts.append(f"{config.vocab_size} tokens")
+        facts.append(f"{numbers:,} numbers in {kinds}")
+        if jax.tree.leaves((self.constants, self.others)):
+            facts.append("with calibrated constants")
+        if self.rules:
+            facts.append(f"on a mesh of {self.rules.mesh.size} devices")
+        name = Path(self.folder).name or config.architecture
+        return f"Model({name}: {', '.join(facts)})"
 
     def sampling_defaults(self) -> dict[str, Any]:
-        """How the checkpoint's generation_config.json would sample, as options of `generate` and
+        """Give the sampling of the checkpoint's generation_config.json, as options of `generate` and
         `stream`. Only what asks for it uses it: `generate(model, prompts,
         **model.sampling_defaults())`."""
-        return read_sampling(self.folder) if self.folder else {}
+        if not self.folder:
+            return {}
+        return read_sampling(self.folder)
 
     @property
     def has_tokenizer(self) -> bool:
         """Say whether there is a tokenizer: `generate` on token ids goes without one."""
-        if self.folder and is_gguf(Path(self.folder)):
-            return has_tokenizer(Path(self.folder))
-        return bool(self.folder) and any(
-            (Path(self.folder) / name).exists() for name in TOKENIZER_FILES
-        )
+        if not self.folder:
+            return False
+        folder = Path(self.folder)
+        if is_gguf(folder):
+            return has_tokenizer(folder)
+        return any((folder / name).exists() for name in TOKENIZER_FILES)
 
     @property
     def tokenizer(self):
@@ -151,19 +148,20 @@ class Model(struct.PyTreeNode):
     def weights(self) -> str:
         """How the layers' matrices are kept: "int8", "int4", or their dtype."""
         layers = self.params["layers"]
-        matrix = (
-            layers[layers_of(self.params, "attention")[0]]["q"]
-            if is_unrolled(self.params)
-            else layers["q"]
-        )
-        matrix = stack_of(matrix)
-        matrix = matrix.matrices[0] if isinstance(matrix, LayerMatrices) else matrix
-        return matrix.kind if isinstance(matrix, CodedWeight) else str(matrix.dtype)
+        if is_unrolled(self.params):
+            first = layers_of(self.params, "attention")[0]
+            layers = layers[first]
+        matrix = stack_of(layers["q"])
+        if isinstance(matrix, LayerMatrices):
+            matrix = matrix.matrices[0]
+        if isinstance(matrix, CodedWeight):
+            return matrix.kind
+        return str(matrix.dtype)
 
     def encode(
         self, text: str, add_special_tokens: bool = True, most: int | None = None
     ) -> list[int]:
-        """Token ids of a text.
+        """Encode a text: its token ids.
 
         Args:
             text: the text.
@@ -195,29 +193,28 @@ class Model(struct.PyTreeNode):
                     f"a prompt of {size} bytes has {least} tokens or more, and {most} fit at most",
                 )
         ids = encoded(tokenizer, text, add_special_tokens)
-        if ids and max(ids) >= (count := self.config.vocab_size):
+        count = self.config.vocab_size
+        if ids and max(ids) >= count:
             raise UserError(
                 f"{self.folder}: the tokenizer gives id {max(ids)}, the model has {count} ids; it may be another model's"  # noqa: E501
             )
         return ids
 
     def with_artifact(self, artifact) -> "Model":
-        """This model with the artifact's `constants` beside those of artifacts of other methods:
-        each cache takes its method's. Raises UserError when the artifact's `fingerprint`
+        """Give this model with the artifact's `constants` beside those of artifacts of other
+        methods: each cache takes its method's. Raises UserError when the artifact's `fingerprint`
         differs."""
-        model_parts, artifact_parts = (
-            fingerprint_parts(text) for text in (self.fingerprint, artifact.fingerprint)
-        )
+        model_parts = fingerprint_parts(self.fingerprint)
+        artifact_parts = fingerprint_parts(artifact.fingerprint)
         for field in dict.fromkeys([*model_parts, *artifact_parts]):
+            model_digest = model_parts.get(field, "none")
+            artifact_digest = artifact_parts.get(field, "none")
             if model_parts.get(field) != artifact_parts.get(field):
-                artifact_digest, model_digest = (
-                    artifact_parts.get(field, "none"),
-                    model_parts.get(field, "none"),
-                )
                 raise UserError(
                     f"artifact is for another model: fingerprint {field} is {artifact_digest}, "
                     f"the model's is {model_digest}"
                 )
+        # A newer artifact of the same method takes the older one's place.
         constants_of = dict(zip(self.calibrated, (self.constants, *self.others), strict=False))
         constants_of.pop(artifact.method, None)
         return dataclasses.replace(
@@ -254,10 +251,10 @@ def read_sampling(folder: str | Path) -> dict[str, Any]:
         value = raw.get(name)
         if value is None or (name in _DRAWING and not samples):
             continue
-        number = isinstance(value, int | float) and not isinstance(value, bool)
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
         # JSON spells infinities, and integers beyond any float.
-        number = number and abs(value) <= sys.float_info.max
-        if not number or kind(value) != value:
+        is_finite = is_number and abs(value) <= sys.float_info.max
+        if not is_finite or kind(value) != value:
             raise UserError(f"{file}: {name}={value!r} is not of type {kind.__name__}")
         options[name] = kind(value)
     return options
@@ -311,14 +308,17 @@ def locate(name: str | Path) -> Path:
 
 
 def _single_file(folder: Path) -> Path:
-    """The one GGUF file of a folder that holds no other model; the folder itself otherwise."""
-    files = [] if (folder / "config.json").exists() else sorted(folder.glob("*.gguf"))
+    """Find the one GGUF file of a folder that holds no other model; the folder itself otherwise."""
+    if (folder / "config.json").exists():
+        return folder
+    files = sorted(folder.glob("*.gguf"))
     if len(files) > 1:
         raise UserError(f"{folder}: {len(files)} GGUF files; name one, such as {files[0]}")
     return files[0] if files else folder
 
 
 def _bundled(name: str) -> Path:
+    """Find the folder of a bundled model, of which an installation may lack some."""
     models = [model for model in BUNDLED if (_ASSETS / model / "config.json").exists()]
     if name not in models:
         names = ", ".join(models) or "none"
@@ -327,6 +327,7 @@ def _bundled(name: str) -> Path:
 
 
 def _download(name: str) -> Path:
+    """Download a repository of the hub. Its client keeps what it has downloaded before."""
     from huggingface_hub import snapshot_download
 
     try:
@@ -342,7 +343,7 @@ def _download(name: str) -> Path:
 
 
 def _download_file(repository: str, file: str) -> Path:
-    """A GGUF file of a repository, which may have many."""
+    """Download one GGUF file of a repository, which may have many."""
     from huggingface_hub import hf_hub_download
 
     try:
@@ -366,7 +367,8 @@ def config_of(name: str) -> ModelConfig:
     Raises:
         UserError: with the nearest known name for an unknown one, or as `read_config` does.
     """
-    path, has_weights = path_of(name), name in BUNDLED or name in FETCHED
+    path = path_of(name)
+    has_weights = name in BUNDLED or name in FETCHED
     if not has_weights and path.suffix == ".json":
         return read_config(path)
     if not has_weights and (path.is_dir() or is_gguf(path)):
@@ -402,8 +404,11 @@ def compute_dtype(dtype: Any) -> jnp.dtype:
     """
     if dtype is None:
         dtype = "f32" if jax.default_backend() == "cpu" else "bf16"
+    full = dtype
+    if isinstance(dtype, str):
+        full = _DTYPES.get(dtype, dtype)
     try:
-        name = jnp.dtype(_DTYPES.get(dtype, dtype) if isinstance(dtype, str) else dtype).name
+        name = jnp.dtype(full).name
     except TypeError:
         name = ""
     if name not in _DTYPES.values():
@@ -460,8 +465,12 @@ def load(
     folder = locate(name)
     check_counts(rope_length=rope_length)
     config = read_config(folder, rope_length)
-    rules = sharding if isinstance(sharding, Placement) else None
-    place = sharding.placement if isinstance(sharding, Placement) else sharding
+    if isinstance(sharding, Placement):
+        rules = sharding
+        place = sharding.placement
+    else:
+        rules = None
+        place = sharding
     bits = CODED_WEIGHTS[weights] if weights else None
     layers = layers or stored_layers(jax.default_backend(), config, compute)
     params = load_params(folder, config, compute, place, bits, layers=layers, text_only=text_only)

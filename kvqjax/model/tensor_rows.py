@@ -57,22 +57,25 @@ class TensorRows(NamedTuple):
 
 
 def _order_here(config: ModelConfig) -> Int[np.ndarray, " D"] | None:
-    """The channels of a head in the order in which they lie here; None where they lie as in the
-    checkpoint."""
+    """Give the channels of a head in the order in which they lie here; None where they lie as in
+    the checkpoint."""
     dim = config.head_dim
+    # The rope that turns the fewest channels decides on the order for all layers.
     turned = min((rope.turned_channels(dim) for rope in config.ropes), default=dim)
-    return None if turned == dim else channel_order(dim, turned, "front")
+    if turned == dim:
+        return None
+    return channel_order(dim, turned, "front")
 
 
 def _by_head(heads: int, size: int, first: int, order: Int[np.ndarray, " n"]) -> TensorRows:
     """Take from every head of `size` rows those from `first` on, in `order`."""
-    return TensorRows(
-        (np.arange(heads)[:, None] * size + first + order[None]).reshape(-1), heads * size
-    )
+    starts = np.arange(heads)[:, None] * size + first
+    rows = (starts + order[None]).reshape(-1)
+    return TensorRows(rows, heads * size)
 
 
 def rows_of(config: ModelConfig, name: str, packed: bool) -> TensorRows | None:
-    """The rows of its tensor that a parameter is.
+    """Find the rows of its tensor that a parameter is.
 
     Args:
         name: the parameter ("layers/q").
@@ -85,12 +88,16 @@ def rows_of(config: ModelConfig, name: str, packed: bool) -> TensorRows | None:
     """
     if config.latent is not None:
         return _of_latents(config, name)
-    order, dim = _order_here(config), config.head_dim
-    turned = np.arange(dim) if order is None else order
+    dim = config.head_dim
+    order = _order_here(config)
+    in_order = np.arange(dim)
+    # With a gate a head of the tensor is its query's channels, then its gate's. A rope turns the
+    # query's alone.
+    if config.output_gate and name == "layers/q":
+        return _by_head(config.num_heads, 2 * dim, 0, in_order if order is None else order)
+    if config.output_gate and name == "layers/q_gate":
+        return _by_head(config.num_heads, 2 * dim, dim, in_order)
     heads = {"layers/q": config.num_heads, "layers/k": config.num_kv_heads}
-    if config.output_gate and name in ("layers/q", "layers/q_gate"):
-        span = (0, turned) if name == "layers/q" else (dim, np.arange(dim))
-        return _by_head(config.num_heads, 2 * dim, *span)
     if order is not None and name in heads:
         return _by_head(heads[name], dim, 0, order)
     if order is not None and name in ("layers/q_norm", "layers/k_norm"):
@@ -98,14 +105,19 @@ def rows_of(config: ModelConfig, name: str, packed: bool) -> TensorRows | None:
     part = name.removeprefix("layers/delta_")
     if config.recurrent is None or part == name:
         return None
+    # The convolution is one tensor for queries, keys and values in both packings.
     if part.startswith("conv_") or (not packed and part in "qkv"):
         return _after_each_other(config.recurrent, part[-1])
-    return _by_key_head(config.recurrent, part) if packed and part in "qkvzab" else None
+    if packed and part in "qkvzab":
+        return _by_key_head(config.recurrent, part)
+    return None
 
 
 def _of_latents(config: ModelConfig, name: str) -> TensorRows | None:
-    """Rows of attention of latents. Pairs of a rope lie side by side in the checkpoint."""
-    sizes, latent = config.latent_heads, config.latent
+    """Find the rows of a parameter of attention of latents. Pairs of a rope lie side by side in the
+    checkpoint."""
+    sizes = config.latent_heads
+    latent = config.latent
     assert sizes is not None
     assert latent is not None
     turned = config.head_dim - latent
@@ -113,27 +125,35 @@ def _of_latents(config: ModelConfig, name: str) -> TensorRows | None:
     if name == "layers/q":
         head_order = np.concatenate([np.arange(sizes.key_dim), sizes.key_dim + halves])
         return _by_head(config.num_heads, len(head_order), 0, head_order)
-    if name in ("layers/k", "layers/v"):
-        return TensorRows(
-            latent + halves if name == "layers/k" else np.arange(latent), config.head_dim
-        )
-    spans = {"layers/k_up": (0, sizes.key_dim), "layers/v_up": (sizes.key_dim, sizes.value_dim)}
-    if name not in spans:
-        return None
-    first, count = spans[name]
-    return _by_head(config.num_heads, sizes.key_dim + sizes.value_dim, first, np.arange(count))
+    # One tensor has the latent, then the channels of the keys that a rope turns.
+    if name == "layers/k":
+        return TensorRows(latent + halves, config.head_dim)
+    if name == "layers/v":
+        return TensorRows(np.arange(latent), config.head_dim)
+    # Another has of every head the matrix of its keys, then that of its values.
+    both = sizes.key_dim + sizes.value_dim
+    if name == "layers/k_up":
+        return _by_head(config.num_heads, both, 0, np.arange(sizes.key_dim))
+    if name == "layers/v_up":
+        return _by_head(config.num_heads, both, sizes.key_dim, np.arange(sizes.value_dim))
+    return None
 
 
 def _after_each_other(shape: RecurrentConfig, part: str) -> TensorRows:
-    """Queries, keys and values one after the other."""
-    names = list(shape.widths)
-    first = sum(shape.widths[name] for name in names[: names.index(part)])
+    """Find the rows of a part in a tensor of queries, keys and values, one after the other."""
+    first = _before(shape.widths, part)
     return TensorRows(first + np.arange(shape.widths[part]), sum(shape.widths.values()))
 
 
+def _before(sizes: dict[str, int], part: str) -> int:
+    """Count the rows of the parts that stand before a part."""
+    names = list(sizes)
+    return sum(sizes[name] for name in names[: names.index(part)])
+
+
 def _by_key_head(shape: RecurrentConfig, part: str) -> TensorRows:
-    """Rows of a tensor that is packed key head by key head. A head's rows are its query, key,
-    values and gates, or the writes and decays of its value heads."""
+    """Find the rows of a part in a tensor that is packed key head by key head. A head's rows are
+    its query, key, values and gates, or the writes and decays of its value heads."""
     group = shape.value_heads // shape.key_heads
     sizes = {
         "q": shape.key_dim,
@@ -143,5 +163,5 @@ def _by_key_head(shape: RecurrentConfig, part: str) -> TensorRows:
     }
     if part in "ab":
         sizes = {"b": group, "a": group}
-    first = sum(sizes[name] for name in list(sizes)[: list(sizes).index(part)])
-    return _by_head(shape.key_heads, sum(sizes.values()), first, np.arange(sizes[part]))
+    order = np.arange(sizes[part])
+    return _by_head(shape.key_heads, sum(sizes.values()), _before(sizes, part), order)

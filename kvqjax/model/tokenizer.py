@@ -50,11 +50,7 @@ AS_STORED = ("mistral", "mistral3", "ministral", "ministral3", "mixtral")
 PLAIN = ("PreTrainedTokenizer", "PreTrainedTokenizerFast", "TokenizersBackend")
 
 # Names of a message's reasoning, the usual one first.
-REASONING = (
-    "reasoning_content",
-    "thinking",
-    "reasoning",
-)
+REASONING = ("reasoning_content", "thinking", "reasoning")
 # Options of `apply_chat_template` that have a meaning in transformers. Any other is a variable of
 # the template.
 FULL_OPTIONS = frozenset({
@@ -87,47 +83,59 @@ class _Unknown(Exception):
 
 
 def _require(holds: bool) -> None:
+    """Leave a folder to transformers where a condition does not hold."""
     if not holds:
         raise _Unknown
 
 
 def _text_of(token: Any) -> str | None:
-    """The text of a special token, which files give as a string or an object."""
+    """Read the text of a special token, which files give as a string or an object."""
     text = token.get("content") if isinstance(token, dict) else token
     _require(text is None or isinstance(text, str))
     return text
 
 
 def _json(path: Path) -> dict[str, Any]:
-    """A JSON object; an absent file is an empty one. Raises UserError."""
+    """Read a JSON object; an absent file is an empty one. Raises UserError."""
     return read_object(path) if path.is_file() else {}
 
 
 def _class_of(settings: dict[str, Any], config: dict[str, Any], stored: dict[str, Any]) -> str:
-    """The class that transformers takes: PLAIN[0] where it uses tokenizer.json as it is."""
+    """Name the class that transformers takes: PLAIN[0] where it uses tokenizer.json as it is.
+
+    Args:
+        settings: tokenizer_config.json.
+        config: config.json.
+        stored: tokenizer.json."""
     kind = config.get("model_type")
     named = settings.get("tokenizer_class") or config.get("tokenizer_class")
     if not isinstance(named, str) or not isinstance(kind, str):
         raise _Unknown
-    named = named.removesuffix("Fast")
-    bytes_level = any(
-        '"ByteLevel"' in json.dumps(stored.get(part)) for part in ("pre_tokenizer", "decoder")
-    )
     if kind in AS_STORED:
         return PLAIN[0]
     if kind == "qwen2":
         return "Qwen2Tokenizer"
-    if named == "LlamaTokenizer" and bytes_level:
+    named = named.removesuffix("Fast")
+    if named in PLAIN:
         return PLAIN[0]
-    return PLAIN[0] if named in PLAIN else named
+    if named == "LlamaTokenizer":
+        # Some folders of byte-level tokenizers name this class too.
+        parts = json.dumps([stored.get("pre_tokenizer"), stored.get("decoder")])
+        if '"ByteLevel"' in parts:
+            return PLAIN[0]
+    return named
 
 
 def _without_defaults(part: Any) -> Any:
-    """A part of tokenizer.json without the fields that differ in their writing alone."""
-    if isinstance(part, dict):
-        ignored = ("trim_offsets", "add_prefix_space") if part.get("type") == "ByteLevel" else ()
-        return {key: _without_defaults(value) for key, value in part.items() if key not in ignored}
-    return [_without_defaults(item) for item in part] if isinstance(part, list) else part
+    """Copy a part of tokenizer.json without the fields that differ in their writing alone."""
+    if isinstance(part, list):
+        return [_without_defaults(item) for item in part]
+    if not isinstance(part, dict):
+        return part
+    ignored: tuple[str, ...] = ()
+    if part.get("type") == "ByteLevel":
+        ignored = ("trim_offsets", "add_prefix_space")
+    return {key: _without_defaults(value) for key, value in part.items() if key not in ignored}
 
 
 def _is_qwen(stored: dict[str, Any], settings: dict[str, Any]) -> bool:
@@ -164,28 +172,45 @@ def _build_llama(backend: Any, stored: dict[str, Any], settings: dict[str, Any])
     """Give a tokenizer of SentencePiece's kind the parts that transformers gives it in place of the
     stored ones."""
     model = stored.get("model", {})
-    every_byte = all(f"<0x{byte:02X}>" in model.get("vocab", {}) for byte in range(256))
-    _require(model.get("type") == "BPE" and every_byte and bool(model.get("byte_fallback")))
-    _require(
-        bool(model.get("fuse_unk")) and not model.get("dropout") and not model.get("ignore_merges")
-    )
-    prefix = settings.get("add_prefix_space")
-    prefix = True if prefix is None else bool(prefix)
-    use_metaspace(backend, ("always" if settings.get("legacy") else "first") if prefix else "never")
+    _require(model.get("type") == "BPE")
+    _require(bool(model.get("byte_fallback")) and bool(model.get("fuse_unk")))
+    _require(not model.get("dropout") and not model.get("ignore_merges"))
+    # A character that is no token is spelled in bytes, each of which must be one.
+    vocabulary = model.get("vocab", {})
+    _require(all(f"<0x{byte:02X}>" in vocabulary for byte in range(256)))
+    prefix = settings.get("add_prefix_space")  # absent: true
+    if prefix is not None and not prefix:
+        scheme = "never"
+    elif settings.get("legacy"):
+        scheme = "always"  # also behind a special token
+    else:
+        scheme = "first"
+    use_metaspace(backend, scheme)
 
 
 def _named_tokens(
     folder: Path, settings: dict[str, Any], defaults: dict[str, str]
 ) -> dict[str, str]:
-    """Special tokens by their names, as the files of a folder give them."""
+    """Read the special tokens by their names, as the files of a folder give them.
+
+    Args:
+        settings: tokenizer_config.json.
+        defaults: what the tokenizer's class has by default.
+
+    Returns:
+        The tokens, those with a usual name first."""
     tokens = {**defaults, **settings}
+    # Older folders have the tokens in a file of their own.
     if "added_tokens_decoder" not in settings:
         tokens |= _json(folder / "special_tokens_map.json")
-    names = [*NAMED, *(name for name in tokens if name.endswith("_token") and name not in NAMED)]
-    texts = {
-        name: _text_of(tokens[name]) for name in names if isinstance(tokens.get(name), str | dict)
-    }
-    return {name: text for name, text in texts.items() if text is not None}
+    names = [name for name in tokens if name.endswith("_token") and name not in NAMED]
+    texts = {}
+    for name in (*NAMED, *names):
+        token = tokens.get(name)
+        text = _text_of(token) if isinstance(token, str | dict) else None
+        if text is not None:
+            texts[name] = text
+    return texts
 
 
 def _check_added(backend: Any, settings: dict[str, Any], named: dict[str, str]) -> None:
@@ -194,22 +219,23 @@ def _check_added(backend: Any, settings: dict[str, Any], named: dict[str, str]) 
     special = {token.content for token in stored.values() if token.special}
     extra = settings.get("extra_special_tokens") or settings.get("additional_special_tokens") or []
     _require(isinstance(extra, list))
-    _require({*named.values(), *map(_text_of, extra)} <= special)
-    for number, fields in (settings.get("added_tokens_decoder") or {}).items():
+    wanted = {*named.values(), *map(_text_of, extra)}
+    _require(wanted <= special)
+    settings_of_tokens = settings.get("added_tokens_decoder") or {}
+    for number, fields in settings_of_tokens.items():
         token = stored.get(int(number))
         _require(token is not None and isinstance(fields, dict))
-        _require(
-            all(
-                getattr(token, field) == value
-                for field, value in fields.items()
-                if field != "__type"
-            )
-        )
+        for field, value in fields.items():
+            if field != "__type":  # names transformers' class, and says nothing of the token
+                _require(getattr(token, field) == value)
 
 
 def _templates(folder: Path, settings: dict[str, Any]) -> tuple[str | None, str | None]:
-    """The chat template, and the one for tools where that is another: of chat_template.jinja, else
-    of tokenizer_config.json; of several the default one."""
+    """Read a folder's chat template: of chat_template.jinja, else of tokenizer_config.json.
+
+    Returns:
+        (the template, the one for conversations with tools where that is another). Of several
+        templates by name these are the default one and "tool_use"."""
     _require(not (folder / MORE_TEMPLATES).exists())
     _require(not list(folder.glob("chat_template_*.jinja")))
     file = folder / "chat_template.jinja"
@@ -233,20 +259,18 @@ def _read(folder: Path) -> _Parts:
 
     file = folder / "tokenizer.json"
     _require(file.is_file() and not (folder / "tekken.json").exists())
-    settings, config, stored = (
-        _json(folder / name) for name in ("tokenizer_config.json", "config.json", file.name)
-    )
-    _require(
-        not any(
-            settings.get(key) for key in ("auto_map", "split_special_tokens", "fix_mistral_regex")
-        )
-    )
+    settings = _json(folder / "tokenizer_config.json")
+    config = _json(folder / "config.json")
+    stored = _json(file)
+    for setting in ("auto_map", "split_special_tokens", "fix_mistral_regex"):
+        _require(not settings.get(setting))
     kind = _class_of(settings, config, stored)
     _require(kind in (PLAIN[0], "LlamaTokenizer", "Qwen2Tokenizer"))
-    # transformers leaves BPE's text as it is.
-    cleaned = bool(settings.get("clean_up_tokenization_spaces"))
-    _require(stored.get("model", {}).get("type") == "BPE" or not cleaned)
-    _require(kind != "Qwen2Tokenizer" or _is_qwen(stored, settings))
+    # Where it is not BPE's, transformers changes the decoded text.
+    if settings.get("clean_up_tokenization_spaces"):
+        _require(stored.get("model", {}).get("type") == "BPE")
+    if kind == "Qwen2Tokenizer":
+        _require(_is_qwen(stored, settings))
     try:
         # The library's own reader refuses a byte-order mark.
         backend = Backend.from_str(open_text(file))
@@ -258,15 +282,17 @@ def _read(folder: Path) -> _Parts:
     backend.no_padding()
     defaults = {"LlamaTokenizer": LLAMA, "Qwen2Tokenizer": QWEN}.get(kind, {})
     padding = stored.get("padding")
-    named = _named_tokens(
-        folder, settings, {"pad_token": padding["pad_token"], **defaults} if padding else defaults
-    )
+    if padding:
+        defaults = {"pad_token": padding["pad_token"], **defaults}
+    named = _named_tokens(folder, settings, defaults)
     _check_added(backend, settings, named)
-    return _Parts(backend, named, *_templates(folder, settings))
+    template, tool_template = _templates(folder, settings)
+    return _Parts(backend, named, template, tool_template)
 
 
 def _transformers(folder: str) -> Any:
-    """The tokenizer of transformers. Of a GGUF file it is made of the parts that are built here."""
+    """Open the tokenizer of transformers. For a GGUF file it is made of the parts that are built
+    here. Raises UserError for a folder that transformers cannot read."""
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     if is_gguf(Path(folder)):
@@ -277,18 +303,25 @@ def _transformers(folder: str) -> Any:
         tokenizer = AutoTokenizer.from_pretrained(
             folder, trust_remote_code=False, local_files_only=True
         )
-    except Exception as error:  # of the system, of transformers, and of `tokenizers`, which raises Exception itself
-        reason = " ".join(str(error).split())[:200] or type(error).__name__
-        raise UserError(f"{folder}: the tokenizer cannot be read: {reason}") from error
+    except Exception as error:
+        # The system's errors, transformers' own, and those of `tokenizers`, which raises Exception
+        # itself.
+        raise UserError(f"{folder}: the tokenizer cannot be read: {_reason(error)}") from error
     # Whole texts are encoded here; the cache's capacity is what is checked.
     tokenizer.model_max_length = 10**12
-    template, processor = Path(folder) / "chat_template.jinja", Path(folder) / "chat_template.json"
+    template = Path(folder) / "chat_template.jinja"
+    processor = Path(folder) / "chat_template.json"
     if isinstance(tokenizer.chat_template, str) and template.is_file():
         # transformers would keep a byte-order mark in every prompt.
         tokenizer.chat_template = open_text(template)
     elif tokenizer.chat_template is None and processor.is_file():
         tokenizer.chat_template = read_object(processor).get("chat_template")
     return tokenizer
+
+
+def _reason(error: Exception) -> str:
+    """Write a foreign error on one line, of at most 200 characters."""
+    return " ".join(str(error).split())[:200] or type(error).__name__
 
 
 # --- Chat templates ---
@@ -310,18 +343,17 @@ def _raise(message: str):
 
 
 def _to_json(value: Any, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:
-    # Jinja's own filter escapes what HTML would misread.
+    """Write JSON in a template. Jinja's own filter escapes what HTML would misread."""
     options = {"indent": indent, "separators": separators, "sort_keys": sort_keys}
     return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
 
 @functools.cache
 def _environment() -> ImmutableSandboxedEnvironment:
-    """A checkpoint's template is a stranger's code: it runs in Jinja's sandbox."""
+    """Make the environment that all templates run in. A checkpoint's template is a stranger's code:
+    it runs in Jinja's sandbox."""
     environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True,
-        lstrip_blocks=True,
-        extensions=[_Generation, loopcontrols],
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
     )
     environment.filters["tojson"] = _to_json
 
@@ -342,7 +374,8 @@ def _compiled(source: str) -> jinja2.Template:
 def template_variables(source: str) -> frozenset[str]:
     """Find the variables that a chat template reads; none of one that cannot be read."""
     try:
-        return frozenset(meta.find_undeclared_variables(_environment().parse(source)))
+        parsed = _environment().parse(source)
+        return frozenset(meta.find_undeclared_variables(parsed))
     except jinja2.TemplateError:
         return frozenset()
 
@@ -356,13 +389,22 @@ def _is_plain(value: Any) -> bool:
     return value is None or type(value) in (str, int, float, bool)
 
 
+def _are_messages(conversation: Any) -> bool:
+    """Say whether a conversation is a list of messages of JSON's types alone."""
+    if not isinstance(conversation, list) or not conversation:
+        return False
+    return _is_plain(conversation) and all(type(message) is dict for message in conversation)
+
+
 def _message(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message without its empty fields, its reasoning under each name that templates read."""
+    """Copy a message without its empty fields, its reasoning under each name that templates
+    read."""
     fields = {key: value for key, value in message.items() if value is not None}
-    reasoning = next((fields[key] for key in REASONING if key in fields), None)
-    if reasoning is None:
-        return fields
-    return {"thinking": reasoning, **fields, "reasoning_content": reasoning}
+    for name in REASONING:
+        if name in fields:
+            reasoning = fields[name]
+            return {"thinking": reasoning, **fields, "reasoning_content": reasoning}
+    return fields
 
 
 def _render(source: str, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
@@ -379,15 +421,14 @@ def _render(source: str, messages: Sequence[Mapping[str, Any]], **variables: Any
         reason = f"line {error.lineno}: {error.message}"
         raise UserError(f"the chat template cannot be read: {reason}") from error
     except Exception as error:  # jinja's, and whatever the template's expressions raise
-        reason = " ".join(str(error).split())[:200] or type(error).__name__
-        raise UserError(f"the chat template refuses these messages: {reason}") from error
+        raise UserError(f"the chat template refuses these messages: {_reason(error)}") from error
 
 
 # --- What users hold ---
 
 
 class _Encoded(dict):
-    """`input_ids` and `attention_mask`, by key or as attributes."""
+    """What calling a tokenizer gives: `input_ids` and `attention_mask`, by key or as attributes."""
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -397,10 +438,10 @@ class _Encoded(dict):
 
 
 def _numbers(ids: Any) -> Any:
-    """Token ids as an int or as lists, of what may be an array."""
-    if isinstance(ids, list | tuple):
-        return [int(number) if np.ndim(number) == 0 else _numbers(number) for number in ids]
-    return np.asarray(ids).tolist()
+    """Turn token ids, which may be arrays of any library, into an int or into lists."""
+    if not isinstance(ids, list | tuple):
+        return np.asarray(ids).tolist()
+    return [int(item) if np.ndim(item) == 0 else _numbers(item) for item in ids]
 
 
 class Tokenizer:
@@ -414,10 +455,11 @@ class Tokenizer:
     """
 
     def __init__(self, folder: str, parts: _Parts, files: tuple[FileState, ...] = ()):
+        # Attributes that are set go to the substitute (`__setattr__`), but these do not.
         vars(self).update(_folder=folder, _parts=parts, _files=files, _substitute=None)
 
     def _take_substitute(self) -> Any:
-        """Transformers' tokenizer of the folder, which answers from now on."""
+        """Load transformers' tokenizer of the folder, which answers from now on."""
         with _OPENING:
             if self._substitute is None:
                 if self._files:
@@ -432,30 +474,25 @@ class Tokenizer:
             stem = name.removesuffix("_id")
             if stem in NAMED or stem in self._parts.named:
                 token = self._parts.named.get(stem)
-                return (
-                    token
-                    if name == stem or token is None
-                    else self._parts.backend.token_to_id(token)
-                )
+                if name == stem or token is None:
+                    return token
+                return self._parts.backend.token_to_id(token)
         return getattr(self._take_substitute(), name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         setattr(self._take_substitute(), name, value)
 
     def __len__(self) -> int:
-        return (
-            len(self._substitute)
-            if self._substitute is not None
-            else self._parts.backend.get_vocab_size()
-        )
+        if self._substitute is not None:
+            return len(self._substitute)
+        return self._parts.backend.get_vocab_size()
 
     def __bool__(self) -> bool:
         return True
 
     def __repr__(self) -> str:
-        return (
-            f"Tokenizer({Path(self._folder).name}: {len(self)} tokens, {self.special_tokens_map})"
-        )
+        name = Path(self._folder).name
+        return f"Tokenizer({name}: {len(self)} tokens, {self.special_tokens_map})"
 
     def __call__(
         self, text: Any, *arguments: Any, add_special_tokens: bool = True, **options: Any
@@ -478,21 +515,19 @@ class Tokenizer:
             return self._take_substitute()(
                 text, *arguments, add_special_tokens=add_special_tokens, **options
             )
+        backend = self._parts.backend
+        # Texts are not padded to one length, so that every mask is ones.
         if isinstance(text, list):
-            ids = [
-                item.ids
-                for item in self._parts.backend.encode_batch(
-                    text, add_special_tokens=add_special_tokens
-                )
-            ]
-            return _Encoded(input_ids=ids, attention_mask=[[1] * len(row) for row in ids])
-        ids = self._parts.backend.encode(text, add_special_tokens=add_special_tokens).ids
+            encoded = backend.encode_batch(text, add_special_tokens=add_special_tokens)
+            rows = [item.ids for item in encoded]
+            return _Encoded(input_ids=rows, attention_mask=[[1] * len(row) for row in rows])
+        ids = backend.encode(text, add_special_tokens=add_special_tokens).ids
         return _Encoded(input_ids=ids, attention_mask=[1] * len(ids))
 
     def encode(
         self, text: Any, *arguments: Any, add_special_tokens: bool = True, **options: Any
     ) -> list[int]:
-        """Token ids of a text."""
+        """Encode a text: its token ids."""
         if self._substitute is not None or arguments or options or not isinstance(text, str):
             return self._take_substitute().encode(
                 text, *arguments, add_special_tokens=add_special_tokens, **options
@@ -500,50 +535,47 @@ class Tokenizer:
         return self(text, add_special_tokens=add_special_tokens)["input_ids"]
 
     def decode(self, token_ids: Any, skip_special_tokens: bool = False, **options: Any) -> Any:
-        """The text of token ids: an id, a list or an array of them; of a list of lists a list of
-        texts."""
+        """Decode token ids: an id, a list or an array of them, to a text. A list of lists gives a
+        list of texts."""
         if self._substitute is not None or any(options.values()):
             return self._take_substitute().decode(
                 token_ids, skip_special_tokens=skip_special_tokens, **options
             )
+        decode = functools.partial(
+            self._parts.backend.decode, skip_special_tokens=skip_special_tokens
+        )
         ids = _numbers(token_ids)
-        if isinstance(ids, list) and ids and isinstance(ids[0], list):
-            return [
-                self._parts.backend.decode(row, skip_special_tokens=skip_special_tokens)
-                for row in ids
-            ]
-        ids = ids if isinstance(ids, list) else [ids]
-        return self._parts.backend.decode(ids, skip_special_tokens=skip_special_tokens)
+        if not isinstance(ids, list):
+            return decode([ids])
+        if ids and isinstance(ids[0], list):
+            return [decode(row) for row in ids]
+        return decode(ids)
 
     def batch_decode(
         self, sequences: Any, skip_special_tokens: bool = False, **options: Any
     ) -> list[str]:
-        """The texts of rows of token ids."""
+        """Decode rows of token ids, to a text each."""
         return [self.decode(row, skip_special_tokens, **options) for row in sequences]
 
     def get_vocab(self) -> dict[str, int]:
-        """Every token with its id."""
-        return (
-            self._substitute.get_vocab()
-            if self._substitute is not None
-            else self._parts.backend.get_vocab()
-        )
+        """Give the id of every token, by the token."""
+        if self._substitute is not None:
+            return self._substitute.get_vocab()
+        return self._parts.backend.get_vocab()
 
     @property
     def backend_tokenizer(self) -> Any:
         """The object of the `tokenizers` library."""
-        return (
-            self._substitute.backend_tokenizer
-            if self._substitute is not None
-            else self._parts.backend
-        )
+        if self._substitute is not None:
+            return self._substitute.backend_tokenizer
+        return self._parts.backend
 
     @property
     def chat_template(self) -> Any:
         """The folder's chat template, or None."""
-        return (
-            self._substitute.chat_template if self._substitute is not None else self._parts.template
-        )
+        if self._substitute is not None:
+            return self._substitute.chat_template
+        return self._parts.template
 
     @chat_template.setter
     def chat_template(self, value: Any) -> None:
@@ -573,11 +605,9 @@ class Tokenizer:
     @property
     def special_tokens_map(self) -> dict[str, str]:
         """Special tokens by their names, such as eos_token."""
-        return (
-            self._substitute.special_tokens_map
-            if self._substitute is not None
-            else dict(self._parts.named)
-        )
+        if self._substitute is not None:
+            return self._substitute.special_tokens_map
+        return dict(self._parts.named)
 
     @property
     def all_special_tokens(self) -> list[str]:
@@ -585,9 +615,9 @@ class Tokenizer:
         if self._substitute is not None:
             return self._substitute.all_special_tokens
         added = self._parts.backend.get_added_tokens_decoder().values()
-        return list(
-            dict.fromkeys([*self._parts.named.values(), *(t.content for t in added if t.special)])
-        )
+        special = [token.content for token in added if token.special]
+        # Each once, those with a name first.
+        return list(dict.fromkeys([*self._parts.named.values(), *special]))
 
     @property
     def all_special_ids(self) -> list[int]:
@@ -619,20 +649,18 @@ class Tokenizer:
         Raises:
             UserError: for a conversation that the template refuses.
         """
-        messages = conversation if isinstance(conversation, list) else None
-        readable = bool(messages) and all(type(message) is dict for message in messages or ())
-        readable = readable and _is_plain(messages) and _is_plain(options)
+        # A template is rendered here if its messages and options are plain.
+        readable = _are_messages(conversation) and _is_plain(options)
         readable = readable and not FULL_OPTIONS & options.keys()
         if self._substitute is not None or not readable or not isinstance(self.chat_template, str):
             options |= {"add_generation_prompt": add_generation_prompt, "tokenize": tokenize}
             return self._take_substitute().apply_chat_template(
                 conversation, return_dict=return_dict, **options
             )
-        variables = (
-            self.special_tokens_map | options | {"add_generation_prompt": add_generation_prompt}
-        )
+        variables = self.special_tokens_map | options
+        variables["add_generation_prompt"] = add_generation_prompt
         template = self.get_chat_template(tools=options.get("tools"))
-        text = _render(template, messages or [], **variables)
+        text = _render(template, conversation, **variables)
         if not tokenize:
             return text
         encoded = self(text, add_special_tokens=False)
@@ -654,15 +682,15 @@ def tokenizer_files(folder: str) -> tuple[FileState, ...]:
             return states_of([path])
         if not any((path / name).exists() for name in TOKENIZER_FILES):
             return ()
-        names = [
-            name
-            for name in os.listdir(path)
-            if any(fnmatch.fnmatch(name, kind) for kind in READ_FILES)
-        ]
-        templates = (path / MORE_TEMPLATES).glob("*.jinja")
-        return states_of([*(path / name for name in sorted(names)), *sorted(templates)])
+        files = [path / name for name in sorted(os.listdir(path)) if _is_read(name)]
+        files += sorted((path / MORE_TEMPLATES).glob("*.jinja"))
+        return states_of(files)
     except (OSError, ValueError):  # a ValueError is a path with a NUL in it
         return ()
+
+
+def _is_read(name: str) -> bool:
+    return any(fnmatch.fnmatch(name, pattern) for pattern in READ_FILES)
 
 
 def _check_unchanged(folder: str, files: tuple[FileState, ...]) -> None:
@@ -695,6 +723,7 @@ def open_tokenizer(folder: str, files: tuple[FileState, ...] = ()) -> Any:
 
 @functools.lru_cache(maxsize=8)
 def _open_once(folder: str, files: tuple[FileState, ...]) -> Any:
+    """Open a tokenizer, whose files are a part of the key: files that changed are read anew."""
     if files:
         _check_unchanged(folder, files)
     if is_gguf(Path(folder)):

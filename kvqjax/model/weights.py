@@ -496,12 +496,9 @@ def load_params(
     sources = _find_sources(checkpoint, config, scheme, folder)
 
     params: dict[str, Any] = {}
-    stacks: dict[str, Any] = {}
-    layer_list: list[dict] = [{} for _ in range(config.depth)]
-    total = 0
-    for rows in sources.values():
-        total += sum(weight.nbytes for row in rows for weight in row)
-    with _progress(total) as advance:
+    stacks: dict[str, Any] = {}  # of layers, by name
+    layer_list: list[dict] = [{} for _ in range(config.depth)]  # the same, layer by layer
+    with _progress(_stored_bytes(sources)) as advance:
         for parameter in parameters(config):
             name = parameter.name.removeprefix("layers/")
             place = sharding and sharding(parameter.name)
@@ -512,23 +509,42 @@ def load_params(
             if parameter.layers is None:
                 _, piece = next(pieces)
                 params[name] = piece[0]
-                continue
-            if layers == "unroll":
+            elif layers == "unroll":
                 for row, piece in pieces:
-                    layer_list[parameter.layers[row]][name] = jax.tree.map(_first, piece)
-                continue
-            if by_layer:
-                matrices = tuple(jax.tree.map(_first, piece) for _, piece in pieces)
-                stack = LayerMatrices(matrices)
+                    layer_list[parameter.layers[row]][name] = _only_layer(piece)
             else:
-                stack = _stack(pieces, len(parameter.layers), parameter.name)
-            stacks[name] = Rows(stack, parameter.layers) if parameter.rows else stack
+                stacks[name] = _of_all_layers(pieces, parameter, by_layer)
     params["layers"] = layer_list if layers == "unroll" else stacks
     return as_multiplied(params)
 
 
-def _first(array):
-    return array[0]
+def _stored_bytes(sources: dict[str, Sources]) -> int:
+    """Count the bytes of a checkpoint that will be read."""
+    total = 0
+    for rows in sources.values():
+        for row in rows:
+            total += sum(weight.nbytes for weight in row)
+    return total
+
+
+def _only_layer(piece: Any) -> Any:
+    """Take the layer out of a piece of one layer."""
+    return jax.tree.map(lambda array: array[0], piece)
+
+
+def _of_all_layers(pieces: Iterator, parameter: Parameter, by_layer: bool) -> Any:
+    """Put the pieces of a parameter of layers together.
+
+    Args:
+        by_layer: whether a piece is one layer, which stays an array of its own. Else all layers are
+            one stack.
+    """
+    assert parameter.layers is not None
+    if by_layer:
+        stack = LayerMatrices(tuple(_only_layer(piece) for _, piece in pieces))
+    else:
+        stack = _stack(pieces, len(parameter.layers), parameter.name)
+    return Rows(stack, parameter.layers) if parameter.rows else stack
 
 
 def _pieces(

@@ -50,15 +50,7 @@ from kvqjax.step.new_cache import init_cache
 MOST_ENDS = 8  # end tokens of a request; models have 4 at most
 NO_TOKEN = -1
 # Fields of a `LoopState` that have an entry for each row.
-OF_ROWS = (
-    "newest",
-    "uncached",
-    "left",
-    "done",
-    "history",
-    "endless",
-    "key",
-)
+OF_ROWS = ("newest", "uncached", "left", "done", "history", "endless", "key")
 WIDTHS = 4  # a prompt's last chunk is padded to the chunk's length, to a quarter of it, or to a sixteenth
 
 
@@ -73,13 +65,18 @@ class RowOutput(NamedTuple):
 
 def _row_key(seeds: Sequence[int]) -> np.ndarray:
     """Make the key of every row as data."""
-    return np.stack([np.asarray(jax.random.key_data(jax.random.key(seed))) for seed in seeds])
+    keys = []
+    for seed in seeds:
+        keys.append(np.asarray(jax.random.key_data(jax.random.key(seed))))
+    return np.stack(keys)
 
 
 def _scores_of(rows: int, tokens: int, likeliest: int) -> Scores:
-    zeros = functools.partial(np.zeros, dtype=np.float32)
-    places = (rows, tokens, likeliest)
-    return Scores(zeros((rows, tokens)), np.zeros(places, np.int32), zeros(places))
+    """Make empty scores of some tokens of every row."""
+    chosen = np.zeros((rows, tokens), np.float32)
+    ids = np.zeros((rows, tokens, likeliest), np.int32)
+    log_probabilities = np.zeros((rows, tokens, likeliest), np.float32)
+    return Scores(chosen, ids, log_probabilities)
 
 
 @functools.partial(jax.jit, donate_argnames=("state", "sampling", "eos"))
@@ -109,9 +106,8 @@ def _copied_row(
     state: LoopState, sampling: RowSampling, eos: Int[Array, "B N"], row: Int[Array, ""]
 ):
     """Copy a row out of the batch's state, without its pages, as `_joined` takes it."""
-    changed, of_single = jax.tree.map(
-        lambda x: x[row][None], ({name: getattr(state, name) for name in OF_ROWS}, (sampling, eos))
-    )
+    fields = {name: getattr(state, name) for name in OF_ROWS}
+    changed, of_single = jax.tree.map(lambda x: x[row][None], (fields, (sampling, eos)))
     return taken_row(state.cache, row), changed, of_single
 
 
@@ -147,7 +143,8 @@ def _scored_feed(
     probability, with the likeliest tokens in its place. `following` [B, T] are these next
     tokens."""
     logits, cache = forward(model, tokens, counts, cache)
-    last = jnp.take_along_axis(logits, jnp.maximum(counts - 1, 0)[:, None, None], axis=1)[:, 0]
+    newest = jnp.maximum(counts - 1, 0)[:, None, None]
+    last = jnp.take_along_axis(logits, newest, axis=1)[:, 0]
     log_probabilities = jax.nn.log_softmax(logits, axis=-1)
     chosen = jnp.take_along_axis(log_probabilities, following[..., None], axis=-1)[..., 0]
     values, ids = jax.lax.top_k(log_probabilities, likeliest)
@@ -193,8 +190,11 @@ class RunningBatch:
         pages: int = 0,
         drops: bool = False,
     ):
-        self.chunk, self.stride, self._drops = chunk, stride, drops
-        self._model, self._place = model, functools.partial(shared, model)
+        self.chunk = chunk
+        self.stride = stride
+        self._drops = drops
+        self._model = model
+        self._place = functools.partial(shared, model)  # puts arrays on the model's devices
         self._likeliest = min(MOST_LIKELIEST, model.config.vocab_size)
         cache = init_cache(model, method, rows, capacity, kernels=kernels, pages=pages or None)
         # The prompt's row borrows the batch's pages whenever it is fed. The copy also compiles
@@ -216,9 +216,8 @@ class RunningBatch:
     def widths(self) -> tuple[int, ...]:
         """The lengths to which a chunk of a prompt is padded. Each compiles a program of its
         own."""
-        return tuple(
-            sorted({max(16, self.chunk // WIDTHS**power) for power in range(3)} | {self.chunk})
-        )
+        widths = {max(16, self.chunk // WIDTHS**power) for power in range(3)}
+        return tuple(sorted({*widths, self.chunk}))
 
     def feed(
         self, prompt: Sequence[int], start: int, scored: bool, pages: Sequence[int] = ()
@@ -248,11 +247,13 @@ class RunningBatch:
             self._returned(bounded(cache, None))
             return logits, []
         following = list(prompt[start + 1 : start + 1 + len(piece)])
+        following_ids = self._place(padded(following))
         logits, scores, cache = _scored_feed(
-            self._model, tokens, counts, self._place(padded(following)), cache, self._likeliest
+            self._model, tokens, counts, following_ids, cache, self._likeliest
         )
         self._returned(bounded(cache, None))
-        return logits, _token_scores(following, *(array[0] for array in fetched(*scores)))
+        chosen, ids, values = fetched(*scores)
+        return logits, _token_scores(following, chosen[0], ids[0], values[0])
 
     def _lent(self, pages: Sequence[int]) -> Cache:
         """Give the prompt's row its pages, and with them the pool. The batch is without the pool
@@ -359,36 +360,31 @@ class RunningBatch:
         cache, changed, of_single = self._row_state(row)
         content = [self.page_content(page) for page in pages]
         places = jax.tree.map(lambda x: x.sharding, cache)
-        parked = Parked(
-            jax.device_get(cache), changed, of_single, content, places, self.row_length(row)
-        )
+        length = self.row_length(row)
+        parked = Parked(jax.device_get(cache), changed, of_single, content, places, length)
         self.drop_row(row)
         return parked
 
     def _row_state(self, row: int) -> tuple[Cache, dict, tuple]:
         """Copy what a row has beside its pages."""
-        return _copied_row(
-            self._state.replace(scores=None), self._sampling, self._eos, self._place(np.int32(row))
-        )
+        state = self._state.replace(scores=None)
+        return _copied_row(state, self._sampling, self._eos, self._place(np.int32(row)))
 
     def _brought(self, row: Cache, places: Any) -> Cache:
         """Bring a row from the host to where its arrays lay."""
         # Without a mesh the array is not committed to a device. A committed one would commit all
         # that is computed from it, and every program would be compiled once more.
-        return (
-            jax.tree.map(jnp.asarray, row)
-            if self._model.rules is None
-            else jax.device_put(row, places)
-        )
+        if self._model.rules is None:
+            return jax.tree.map(jnp.asarray, row)
+        return jax.device_put(row, places)
 
     def come_back(self, row: int, parked: Parked, pages: Sequence[int]) -> None:
         """Let a row that left the batch go on, as `row` and in other pages."""
         for page, content in zip(pages, parked.pages, strict=False):
             self.fill_page(page, content)
         self._state = self._state.replace(scores=None)
-        single = self._unbegun(self._brought(parked.cache, parked.places), [0]).replace(
-            **parked.changed
-        )
+        cache = self._brought(parked.cache, parked.places)
+        single = self._unbegun(cache, [0]).replace(**parked.changed)
         self._join(row, single, parked.of_single)
         self._lengths[row] = parked.held
         self.give_pages(row, pages)
@@ -397,7 +393,8 @@ class RunningBatch:
         """Compile what moves rows and pages, on an empty batch."""
         self._row_state(0)
         if self._drops:
-            row, places = self._bare_row(0), self._place((np.zeros((1,), np.int32),) * 2)
+            row = self._bare_row(0)
+            places = self._place((np.zeros((1,), np.int32), np.zeros((1,), np.int32)))
             leaving(row, *places)
             self._put_back(0, without_tokens(row, *places))
         if self._table is not None:
@@ -413,14 +410,15 @@ class RunningBatch:
         state = self._unbegun(self._prompt, [options.seed])
         ends = np.full((1, MOST_ENDS), NO_TOKEN, np.int32)
         ends[0, : len(request.ends)] = request.ends
+        scores = None
+        if request.likeliest is not None:
+            scores = _scores_of(1, self.stride, self._likeliest)
         changed = {
             "left": np.asarray([request.max_new_tokens], np.int32),
             "done": np.zeros((1,), bool),
             "history": history_of([request.prompt], self._model.config.vocab_size),
             "endless": np.asarray([options.min_tokens], np.int32),
-            "scores": None
-            if request.likeliest is None
-            else _scores_of(1, self.stride, self._likeliest),
+            "scores": scores,
         }
         changed, eos, sampling = self._place((changed, ends, of_rows([options], self._model)))
         state = state.replace(**changed)
@@ -461,19 +459,16 @@ class RunningBatch:
         Returns:
             What every row got.
         """
-        bound = bound_for(
-            self.cache.layout, np.where(running, self._lengths + self.stride, 0).tolist()
-        )
+        lengths = np.where(running, self._lengths + self.stride, 0)
+        bound = bound_for(self.cache.layout, lengths.tolist())
         scores = self._state.scores if scored else None
         if scored and scores is None:
             scores = self._place(_scores_of(len(running), self.stride, self._likeliest))
         # `running` is copied because both arrays are donated.
         idle_rows, uncached = self._place((~running, running.copy()))
-        cache = (
-            self.cache
-            if self._table is None
-            else self.cache.replace(pages=self._place(self._table.copy()))
-        )
+        cache = self.cache
+        if self._table is not None:
+            cache = cache.replace(pages=self._place(self._table.copy()))
         state = self._state.replace(
             done=idle_rows, uncached=uncached, scores=scores, cache=bounded(cache, bound)
         )
@@ -486,14 +481,13 @@ class RunningBatch:
     def _unbegun(self, cache: Cache, seeds: Sequence[int]) -> LoopState:
         """Make the state of rows without a request, which make no tokens."""
         state = unbegun(cache, self.stride, self._place)
-        history = history_of([()] * len(seeds), self._model.config.vocab_size)
-        endless, idle_rows = np.zeros((len(seeds),), np.int32), np.ones((len(seeds),), bool)
-        history, endless, idle_rows, keys = self._place(
-            (history, endless, idle_rows, _row_key(seeds))
-        )
-        return state.replace(
-            done=idle_rows, history=history, endless=endless, key=jax.random.wrap_key_data(keys)
-        )
+        rows = len(seeds)
+        history = history_of([()] * rows, self._model.config.vocab_size)
+        endless = np.zeros((rows,), np.int32)
+        done = np.ones((rows,), bool)
+        history, endless, done, keys = self._place((history, endless, done, _row_key(seeds)))
+        key = jax.random.wrap_key_data(keys)
+        return state.replace(done=done, history=history, endless=endless, key=key)
 
     def _read(self, state: LoopState) -> list[RowOutput]:
         """Fetch what a call made of every row."""
@@ -503,28 +497,35 @@ class RunningBatch:
         rows = [tokens[row, :count].tolist() for row, count in enumerate(counts)]
         scores: list[list[TokenScore]] = [[] for _ in rows]
         if state.scores is not None:
-            arrays = fetched(state.scores.chosen, state.scores.ids, state.scores.likeliest)
-            scores = [
-                _token_scores(ids, *(array[row] for array in arrays))
-                for row, ids in enumerate(rows)
-            ]
+            chosen, ids, values = fetched(
+                state.scores.chosen, state.scores.ids, state.scores.likeliest
+            )
+            for row, row_tokens in enumerate(rows):
+                scores[row] = _token_scores(row_tokens, chosen[row], ids[row], values[row])
         parts = zip(rows, scores, end_flags.tolist(), broken.tolist(), strict=True)
         return [RowOutput(*part) for part in parts]
 
 
 def _token_scores(tokens: Sequence[int], chosen, ids, likeliest) -> list[TokenScore]:
-    """Pair tokens with their log probabilities."""
-    rows = zip(tokens, chosen.tolist(), ids.tolist(), likeliest.tolist(), strict=False)
-    return [
-        TokenScore(token, logprob, dict(zip(top_ids, values, strict=True)))
-        for token, logprob, top_ids, values in rows
-    ]
+    """Pair tokens with their log probabilities.
+
+    Args:
+        tokens: some tokens of a row. The arrays may have more places.
+        chosen: the log probability of each, [T].
+        ids: the likeliest tokens in its place, [T, N].
+        likeliest: their log probabilities, [T, N]."""
+    scores = []
+    places = zip(tokens, chosen.tolist(), ids.tolist(), likeliest.tolist(), strict=False)
+    for token, logprob, top_ids, values in places:
+        scores.append(TokenScore(token, logprob, dict(zip(top_ids, values, strict=True))))
+    return scores
 
 
 def check_request(request: Request, capacity: int, vocab_size: int, drops: bool = False) -> None:
     """Raise UserError for a request that a row of `capacity` tokens cannot hold. `drops`: the row
     goes on beyond it, so that the prompt and a first token have to fit."""
-    length, new = len(request.prompt), 1 if drops else request.max_new_tokens
+    length = len(request.prompt)
+    new = 1 if drops else request.max_new_tokens
     if length + new > capacity:
         raise too_long(length, new, capacity, f"do not fit a row of {capacity}")
     if len(request.ends) > MOST_ENDS:

@@ -5,6 +5,7 @@ pages          of the rows, of the prompt that is being fed, and of kept prefixe
 private bytes  windows, sinks, rings and states: of each row, of the prompt and of every kept prefix
 """
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -22,7 +23,8 @@ ROWS = 8  # requests at a time where nobody says
 # A kept prefix needs a snapshot of a row's private bytes. In the memory of one row there are at
 # most SNAPSHOTS snapshots, which take at most 1 / SHARE of its bytes: the rest is for pages, which
 # make up most of a prefix.
-SNAPSHOTS, SHARE = 8, 4
+SNAPSHOTS = 8
+SHARE = 4
 
 
 class Memory(NamedTuple):
@@ -53,17 +55,22 @@ class _Sizes(NamedTuple):
 
 
 def _sizes(model: Model, method: MethodLike, capacity: int, kernels: str, paged: bool) -> _Sizes:
-    plain = jax.eval_shape(lambda: init_cache(model, method, 1, capacity, kernels=kernels))
+    """Measure a row of a cache, without allocating it."""
+
+    def described(**options):
+        make = functools.partial(init_cache, model, method, 1, capacity, kernels=kernels)
+        return jax.eval_shape(functools.partial(make, **options))
+
+    plain = described()
+    bits = ledger(plain).bits_stored
     if plain.layout.dealt == 1 and paged:
-        cache = jax.eval_shape(
-            lambda: init_cache(model, method, 1, capacity, kernels=kernels, pages=1)
-        )
+        cache = described(pages=1)
         if cache.pages is not None:
             # Tables, of 4 bytes a page, are left out.
             private = array_bytes(without_bodies(cache).replace(pages=None))
             page = array_bytes(cache.replace(pages=None)) - private
-            return _Sizes(private, page, cache.pages.shape[1], ledger(plain).bits_stored)
-    return _Sizes(array_bytes(plain), 0, 0, ledger(plain).bits_stored)
+            return _Sizes(private, page, cache.pages.shape[1], bits)
+    return _Sizes(array_bytes(plain), 0, 0, bits)
 
 
 def memory_for(
@@ -94,9 +101,11 @@ def memory_for(
         UserError: the memory is too little for so many rows, or for one row beside the prompt's and
             the kept ones; or the devices do not hold it.
     """
-    sizes, extra_rows = _sizes(model, method, capacity, kernels, paged), 1 + prefixes
+    sizes = _sizes(model, method, capacity, kernels, paged)
+    extra_rows = 1 + prefixes  # the prompt's, and the kept ones
     if pool_bytes is None:
-        rows = ROWS if rows is None else rows
+        if rows is None:
+            rows = ROWS
         pool_bytes = (rows + extra_rows) * sizes.row
     # There may be more rows than fit when all are full, because they share pages. Private bytes are
     # needed for each.
@@ -122,7 +131,8 @@ def memory_for(
 def _require_room(model: Model, pool_bytes: int, request: str) -> None:
     """Raise UserError for a cache that the devices cannot hold: a CPU's system would kill the
     process instead."""
-    devices, limit = 1 if model.rules is None else model.rules.mesh.size, memory()
+    devices = 1 if model.rules is None else model.rules.mesh.size
+    limit = memory()  # of each
     if limit is not None and pool_bytes > limit * devices:
         raise UserError(
             f"{request}: a cache takes {size(pool_bytes)}; there are {size(limit * devices)}"
@@ -133,11 +143,15 @@ def _too_little(
     rows: int, prefixes: int, capacity: int, pool_bytes: int, least_bytes: int
 ) -> UserError:
     """Make the error for memory that does not suffice."""
-    beginnings = f", and what {prefixes} more hold of prompts' beginnings," if prefixes else ""
+    beginnings = ""
+    hint = "give {pool_bytes}"
+    options: dict[str, int] = {"pool_bytes": least_bytes}
+    if prefixes:
+        beginnings = f", and what {prefixes} more hold of prompts' beginnings,"
+        hint += ", or keep no beginnings by {prefixes}"
+        options["prefixes"] = 0
     cause = (
         f"{rows} row{'s' * (rows > 1)} of {capacity} tokens, one more for prompts{beginnings} need {least_bytes} "
         f"bytes at least; {pool_bytes} are given"
     )
-    options: dict[str, int] = {"pool_bytes": least_bytes} | ({"prefixes": 0} if prefixes else {})
-    hint = "give {pool_bytes}" + ", or keep no beginnings by {prefixes}" * bool(prefixes)
     return UserError(cause, hint, parameter="pool_bytes", **options)

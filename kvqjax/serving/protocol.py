@@ -59,10 +59,7 @@ SHARED: dict[str, type | tuple[type, ...]] = {
 }
 TEMPERATURE = 1.0  # of a request that says none, as in the protocol
 # Refused in `stream_options` unless false.
-UNSERVED_OF_STREAMS = (
-    "include_obfuscation",
-    "continuous_usage_stats",
-)
+UNSERVED_OF_STREAMS = ("include_obfuscation", "continuous_usage_stats")
 ANSWER_TOKENS = 16  # of a completion that says no number, as in the protocol
 MOST_CHOICES = 128  # answers of one request
 MOST_STOPS = 16  # stop strings of one request
@@ -102,13 +99,13 @@ class RequestBody:
 
 
 def _body(raw: bytes) -> dict[str, Any]:
+    """Read a body as a JSON object. Raises UserError for anything else."""
     try:
         body = json.loads(raw)
-    except (
-        ValueError,
-        RecursionError,
-    ) as error:  # no UTF-8, no JSON, a number of more digits than Python reads
-        raise UserError(f"the body is no JSON: {' '.join(str(error).split())[:200]}") from None
+    except (ValueError, RecursionError) as error:
+        # No UTF-8, no JSON, a number of more digits than Python reads, or lists in lists in lists.
+        reason = " ".join(str(error).split())[:200]
+        raise UserError(f"the body is no JSON: {reason}") from None
     if not isinstance(body, dict):
         raise UserError(f"the body is {json_kind(body)}; wanted an object")
     return body
@@ -117,7 +114,11 @@ def _body(raw: bytes) -> dict[str, Any]:
 def check_api_key(key: str | None) -> None:
     """Raise UserError for a key that no client can send in a header: it would refuse every request.
     None passes."""
-    if key is not None and not (key.isascii() and key.isprintable() and key == key.strip() != ""):
+    if key is None:
+        return
+    is_plain = key.isascii() and key.isprintable()
+    has_blanks = key != key.strip()
+    if not key or not is_plain or has_blanks:
         raise UserError(
             "the API key must be printable ASCII characters, without blanks at its ends"
         )
@@ -138,7 +139,9 @@ def json_kind(value: Any) -> str:
     """Say what a JSON value is."""
     if value is None or isinstance(value, bool):
         return json.dumps(value)
-    return "a number with a fraction" if isinstance(value, float) else WORDS[type(value)]
+    if isinstance(value, float):
+        return "a number with a fraction"
+    return WORDS[type(value)]
 
 
 def _field(body: Mapping[str, Any], name: str, types: type | tuple[type, ...], default: Any) -> Any:
@@ -148,12 +151,13 @@ def _field(body: Mapping[str, Any], name: str, types: type | tuple[type, ...], d
         return default
     kinds = types if isinstance(types, tuple) else (types,)
     # In Python True is a number.
-    if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
-        words = " or ".join(
-            dict.fromkeys(WORDS[kind] for kind in kinds if not (kind is int and float in kinds))
-        )
-        raise UserError(f"{name} is {json_kind(value)}; wanted {words}", parameter=name)
-    return value
+    is_number_by_chance = isinstance(value, bool) and bool not in kinds
+    if isinstance(value, kinds) and not is_number_by_chance:
+        return value
+    # "a number" names whole ones too.
+    named_kinds = [kind for kind in kinds if kind is not int or float not in kinds]
+    words = " or ".join(WORDS[kind] for kind in named_kinds)
+    raise UserError(f"{name} is {json_kind(value)}; wanted {words}", parameter=name)
 
 
 def _count(
@@ -167,26 +171,37 @@ def _count(
 
 
 def _check_names(body: Mapping[str, Any], fields: set[str]) -> None:
+    """Raise UserError for a field that does not exist, or that would change what is not served."""
     for name, value in body.items():
-        if name in UNSERVED and not any(
-            value == default and type(value) is type(default) for default in UNSERVED[name]
-        ):
-            if not (value == 0 and 0 in UNSERVED[name]):  # 0.0
+        if name in UNSERVED:
+            if not _has_default(value, UNSERVED[name]):
                 raise UserError(f"{name} is not served here; leave it out", parameter=name)
-        elif name not in fields | HARMLESS | UNSERVED.keys():
+        elif name not in fields | HARMLESS:
             raise UserError(
                 f"unknown field {name!r}{suggest(name, sorted(fields))}", parameter=name
             )
 
 
+def _has_default(value: Any, defaults: tuple[Any, ...]) -> bool:
+    """Say whether a value is one of the defaults, to which the field changes nothing."""
+    if value == 0 and 0 in defaults:
+        return True  # 0.0 too
+    # In Python True equals 1.
+    return any(value == default and type(value) is type(default) for default in defaults)
+
+
 def _check_model(body: Mapping[str, Any], model: str) -> None:
+    """Raise NotFound where another model is asked for."""
     model_name = _field(body, "model", str, model)
     if model_name != model:
         raise not_served(model_name, model)
 
 
 def _common(body: Mapping[str, Any], model: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Read what both protocols have: (fields of `RequestBody`, options of `Engine.submit`)."""
+    """Read what both protocols have.
+
+    Returns:
+        (fields of `RequestBody`, options of `Engine.submit`)."""
     _check_model(body, model)
     options: dict[str, Any] = {"temperature": TEMPERATURE, "seed": RANDOM, "stop": ()}
     for name, types in SHARED.items():
@@ -220,17 +235,22 @@ def _common(body: Mapping[str, Any], model: str) -> tuple[dict[str, Any], dict[s
     if not 1 <= choices <= MOST_CHOICES:
         raise UserError(f"n={choices}; wanted 1 to {MOST_CHOICES}", parameter="n")
     stream = _field(body, "stream", bool, False)
-    fields = {"choices": choices, "stream": stream, "usage": _with_usage(body, stream)}
-    return fields | {
-        "tokens_by_number": _field(body, "return_tokens_as_token_ids", bool, False)
-    }, options
+    fields = {
+        "choices": choices,
+        "stream": stream,
+        "usage": _with_usage(body, stream),
+        "tokens_by_number": _field(body, "return_tokens_as_token_ids", bool, False),
+    }
+    return fields, options
 
 
 def _form(response_format: Mapping[str, Any] | None) -> Mapping[str, Any] | str | None:
     """Read `response_format` as a grammar; None where any text will do."""
+    if response_format is None:
+        return None
     name = "response_format"
-    kind = None if response_format is None else response_format.get("type")
-    if response_format is None or kind == "text":
+    kind = response_format.get("type")
+    if kind == "text":
         return None
     if kind == "json_object":
         return JSON
@@ -271,6 +291,7 @@ def _with_usage(body: Mapping[str, Any], stream: bool) -> bool:
 
 
 def _real(name: str, value: int | float) -> float:
+    """Turn a number into a float. JSON's whole numbers may be too large for one."""
     try:
         return float(value)
     except OverflowError:
@@ -278,6 +299,7 @@ def _real(name: str, value: int | float) -> float:
 
 
 def _stops(stop: str | Sequence[Any]) -> tuple[str, ...]:
+    """Read the stop strings: one, or a list of them."""
     texts = (stop,) if isinstance(stop, str) else tuple(stop)
     if len(texts) > MOST_STOPS:
         raise UserError(f"{len(texts)} stop strings; wanted {MOST_STOPS} at most", parameter="stop")
@@ -347,12 +369,14 @@ def _completion_prompts(prompt: Any) -> list[Any]:
         return [prompt]
     if all(isinstance(part, str) for part in prompt):
         return prompt
-    if all(
-        isinstance(part, list) and part and all(type(token) is int for token in part)
-        for part in prompt
-    ):
+    if all(_are_ids(part) for part in prompt):
         return prompt
     raise UserError(f"prompt mixes types; {forms}", parameter="prompt")
+
+
+def _are_ids(part: Any) -> bool:
+    """Say whether a part of a prompt is a list of token ids, of at least one."""
+    return isinstance(part, list) and bool(part) and all(type(token) is int for token in part)
 
 
 def read_chat(raw: bytes, model: str) -> RequestBody:
@@ -365,10 +389,11 @@ def read_chat(raw: bytes, model: str) -> RequestBody:
     if likeliest and not scored:
         raise UserError("top_logprobs needs logprobs=true", parameter="top_logprobs")
     options |= {"scores": likeliest if scored else None}
+    # The newer name counts where both are given.
     new = _count(body, "max_completion_tokens", _count(body, "max_tokens", None, 1), 1)
-    length_field = (
-        "max_tokens" if body.get("max_completion_tokens") is None else "max_completion_tokens"
-    )
+    length_field = "max_completion_tokens"
+    if body.get(length_field) is None:
+        length_field = "max_tokens"
     names = {"prompt_field": "messages", "length_field": length_field}
     choice_fields |= {"chat": True, "scores": scored, "end": _end_of_chat(body)}
     choice_fields["use"] = _tool_use(body)
@@ -396,7 +421,9 @@ def _end_of_chat(body: Mapping[str, Any]) -> str:
     if open_end and answer:
         cause = "continue_final_message and add_generation_prompt exclude each other; leave one of them out"
         raise UserError(cause, parameter="continue_final_message")
-    return "open" if open_end else "answer" if answer else "message"
+    if open_end:
+        return "open"
+    return "answer" if answer else "message"
 
 
 def _messages(body: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -421,15 +448,12 @@ def _message(number: int, message: Any) -> dict[str, Any]:
     content = message.get("content")
     if isinstance(content, list):
         for part in content:
-            if (
-                not isinstance(part, dict)
-                or part.get("type") != "text"
-                or not isinstance(part.get("text"), str)
-            ):
-                kind = part.get("type") if isinstance(part, dict) else None
-                named = f"of type {kind!r}" if isinstance(kind, str) else "of no type"
+            fields = part if isinstance(part, dict) else {}
+            kind = fields.get("type")
+            if kind != "text" or not isinstance(fields.get("text"), str):
+                description = f"of type {kind!r}" if isinstance(kind, str) else "of no type"
                 raise UserError(
-                    f"message {number} has content {named}; only text is served",
+                    f"message {number} has content {description}; only text is served",
                     parameter="messages",
                 )
         content = "".join(part["text"] for part in content)
@@ -463,15 +487,19 @@ def read_tokenize(raw: bytes, model: str) -> TextBody:
     kind = of_chat if chat else {"prompt"}
     _check_names(body, kind | {"model", "add_special_tokens", "return_token_strs"})
     _check_model(body, model)
-    prompt = None if chat else _field(body, "prompt", str, None)
-    if prompt is None and not chat:
-        raise UserError("prompt is missing; wanted a string, or messages", parameter="prompt")
+    prompt = None
+    messages = None
+    if chat:
+        messages = _messages(body)
+    else:
+        prompt = _field(body, "prompt", str, None)
+        if prompt is None:
+            raise UserError("prompt is missing; wanted a string, or messages", parameter="prompt")
     return TextBody(
         prompt=prompt,
-        messages=_messages(body) if chat else None,
-        add_special_tokens=_field(
-            body, "add_special_tokens", bool, not chat
-        ),  # a template writes its own
+        messages=messages,
+        # A template writes its own special tokens.
+        add_special_tokens=_field(body, "add_special_tokens", bool, not chat),
         add_generation_prompt=_field(body, "add_generation_prompt", bool, True),
         use=_tool_use(body),
         with_strings=_field(body, "return_token_strs", bool, False),
@@ -498,6 +526,7 @@ REASONS = {"eos": "stop", "stop": "stop", "length": "length", "aborted": "length
 
 
 def _head(kind: str, number: str, model: str) -> dict[str, Any]:
+    """Make the fields with which every answer begins."""
     return {"id": number, "object": kind, "created": int(time.time()), "model": model}
 
 
@@ -527,14 +556,17 @@ def completion_object(
     """Make the answer of /v1/completions. `prompts` are the text and the ids of every answer's
     prompt, `tellers` say what its tokens are."""
     choices = []
-    for index, (answer, (text, ids), teller) in enumerate(
-        zip(answers, prompts, tellers, strict=True)
-    ):
-        echoed = Echoed(text, ids, answer.prompt_scores) if body.echo else None
+    parts = zip(answers, prompts, tellers, strict=True)
+    for index, (answer, (prompt, ids), teller) in enumerate(parts):
+        text = answer.text
+        echoed = None
+        if body.echo:
+            text = prompt + text
+            echoed = Echoed(prompt, ids, answer.prompt_scores)
         choices.append(
             {
                 "index": index,
-                "text": text + answer.text if body.echo else answer.text,
+                "text": text,
                 "logprobs": teller.completion(answer.scores, echoed) if body.scores else None,
                 "finish_reason": REASONS[answer.finish_reason],
             }
@@ -592,7 +624,9 @@ def chat_object(
 def chat_reason(reader: AnswerReader, reason: str) -> str:
     """Say why a chat answer ended that a reader has taken apart."""
     word = REASONS[reason]
-    return "tool_calls" if reader.calls and word == "stop" else word
+    if reader.calls and word == "stop":
+        return "tool_calls"
+    return word
 
 
 def chat_chunk(
@@ -625,6 +659,5 @@ def error_object(
     message: str, kind: str, code: int | str, param: str | None = None
 ) -> dict[str, Any]:
     """Make the body of a refusal. `param` is the field that is wrong, where it is one."""
-    return {
-        "error": {"message": " ".join(message.split()), "type": kind, "param": param, "code": code}
-    }
+    line = " ".join(message.split())
+    return {"error": {"message": line, "type": kind, "param": param, "code": code}}

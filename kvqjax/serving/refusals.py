@@ -27,7 +27,9 @@ class Refused(Exception):
         param: str | None = None,
     ):
         super().__init__(message)
-        self.status, self.kind, self.param = status, kind, param
+        self.status = status
+        self.kind = kind
+        self.param = param
 
 
 class Refusal(NamedTuple):
@@ -43,7 +45,9 @@ def _spelled(option: str, value: Any) -> str | None:
     field = FIELD_OF.get(option, option)
     if field not in CHAT_FIELDS | COMPLETION_FIELDS:
         return None
-    return field if value is None else f"{field}={json.dumps(value)}"
+    if value is None:
+        return field
+    return f"{field}={json.dumps(value)}"
 
 
 def refusal_of(error: Exception) -> Refusal:
@@ -52,21 +56,35 @@ def refusal_of(error: Exception) -> Refusal:
     Args:
         error: `Refused`, a UserError, which a client can mend, or any other, which is the server's
             fault.
+
+    Returns:
+        The answer: its status, its body and further headers.
     """
-    status, kind, headers = 400, "invalid_request_error", {}
-    message, param = f"the server failed: {type(error).__name__}", None
+    message = f"the server failed: {type(error).__name__}"
+    param = None
     if isinstance(error, UserError):
-        message, param = error.said(_spelled), FIELD_OF.get(error.parameter or "", error.parameter)
+        message = error.said(_spelled)
+        param = FIELD_OF.get(error.parameter or "", error.parameter)
+    status = 400
+    kind = "invalid_request_error"
+    headers = {}
     if isinstance(error, Refused):
-        status, kind, message, param = error.status, error.kind, str(error), error.param
+        status = error.status
+        kind = error.kind
+        message = str(error)
+        param = error.param
     elif isinstance(error, NotFound):
         status = 404
     elif isinstance(error, EngineFull):
-        status, kind, headers = 429, "rate_limit_error", {"Retry-After": str(BUSY)}
+        status = 429
+        kind = "rate_limit_error"
+        headers = {"Retry-After": str(BUSY)}
     elif isinstance(error, EngineClosed):
-        status, kind = 503, "server_error"
+        status = 503
+        kind = "server_error"
     elif isinstance(error, RequestFailed) or not isinstance(error, UserError):
-        status, kind = 500, "server_error"
+        status = 500
+        kind = "server_error"
     code: int | str = status
     if isinstance(error, TooLong):
         message = f"This model's maximum context length is {error.most} tokens: {message}"

@@ -47,7 +47,8 @@ class Feeding:
     """
 
     def __init__(self, handle: Handle, row: int):
-        self.handle, self.row = handle, row
+        self.handle = handle
+        self.row = row
         self.start = 0
         self.keep_at: set[int] = set()
         self.pages: list[int] = []
@@ -81,9 +82,13 @@ class Rows:
         count: Callable[..., None],
         next_prompt: Callable[[], None],
     ):
-        self._batch, self._prefixes, self._pool = batch, prefixes, pool
-        self._layout, self._context_shift = batch.cache.layout, context_shift
-        self._count, self._next_prompt = count, next_prompt
+        self._batch = batch
+        self._prefixes = prefixes
+        self._pool = pool
+        self._layout = batch.cache.layout
+        self._context_shift = context_shift
+        self._count = count
+        self._next_prompt = next_prompt
         self.handles: list[Handle | None] = [None] * batch.cache.batch
         self._pages: list[list[int]] = [[] for _ in self.handles]  # of every row
         self.parked: list[tuple[Handle, Parked]] = []
@@ -101,7 +106,9 @@ class Rows:
     @property
     def free(self) -> int | None:
         """Give the number of the first row without a request; None where every row has one."""
-        return self.handles.index(None) if None in self.handles else None
+        if None not in self.handles:
+            return None
+        return self.handles.index(None)
 
     @property
     def busy(self) -> bool:
@@ -144,7 +151,8 @@ class Rows:
         turns = len(self.handles) // (2 * max(1, self.running))
         budget = self._batch.chunk * min(MOST_CHUNKS, max(1, turns))
         while self.feeding is not None and budget > 0:
-            feeding, request = self.feeding, self.feeding.handle.request
+            feeding = self.feeding
+            request = feeding.handle.request
             if not feeding.begun and not self._begin(feeding):
                 return
             count = min(self._batch.chunk, len(request.prompt) - feeding.start)
@@ -164,7 +172,8 @@ class Rows:
             if feeding.start == len(request.prompt):
                 output = self._batch.join(feeding.row, request, logits, feeding.pages)
                 self.feeding = None
-                self.handles[feeding.row], self._pages[feeding.row] = feeding.handle, feeding.pages
+                self.handles[feeding.row] = feeding.handle
+                self._pages[feeding.row] = feeding.pages
                 self._tell(feeding.row, output)
                 self._next_prompt()  # while the turn's budget lasts
 
@@ -186,13 +195,13 @@ class Rows:
         if request.prompt_scores:
             return True
         # Looked up again, because `_spare` may have dropped this prefix.
-        prefix, length = self._prefixes.longest(request.prompt), 0
+        prefix = self._prefixes.longest(request.prompt)
         if prefix is not None and self._take_over(prefix, feeding):
-            length = feeding.start = feeding.handle.reused_tokens = prefix.length
-            self._count(prompt_tokens=length, reused_tokens=length)
-        feeding.keep_at = {
-            end for end in self._prefixes.worth_keeping(request.prompt) if end > length
-        }
+            feeding.start = prefix.length
+            feeding.handle.reused_tokens = prefix.length
+            self._count(prompt_tokens=prefix.length, reused_tokens=prefix.length)
+        ends = self._prefixes.worth_keeping(request.prompt)
+        feeding.keep_at = {end for end in ends if end > feeding.start}
         return True
 
     def _take_over(self, prefix: Prefix, feeding: Feeding) -> bool:
@@ -216,6 +225,7 @@ class Rows:
     # --- Pages ---
 
     def _needed(self, tokens: int) -> int:
+        """Count the pages that a row of so many tokens takes."""
         return pages_needed(self._layout, min(tokens, self._layout.capacity))
 
     def _spare(self, count: int, handle: Handle) -> bool:
@@ -377,7 +387,8 @@ class Rows:
         text, tokens, reason = read_row(
             handle.detokenizer, output.tokens, output.done, request.max_new_tokens, request.bound
         )
-        piece = ServedPiece(text, tokens, _at_most(output.scores[: len(tokens)], request.likeliest))
+        scores = _at_most(output.scores[: len(tokens)], request.likeliest)
+        piece = ServedPiece(text, tokens, scores)
         self._count(tokens=len(tokens))
         if reason is None:
             handle.told(piece, None)
@@ -390,7 +401,8 @@ def _at_most(scores: list[TokenScore], likeliest: int | None) -> list[TokenScore
     """Give as many likeliest tokens with each score as the request asked for."""
     if likeliest is None:
         return []
-    return [
-        score._replace(likeliest=dict(itertools.islice(score.likeliest.items(), likeliest)))
-        for score in scores
-    ]
+    cut = []
+    for score in scores:
+        first = itertools.islice(score.likeliest.items(), likeliest)  # the likeliest come first
+        cut.append(score._replace(likeliest=dict(first)))
+    return cut

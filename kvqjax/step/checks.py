@@ -61,19 +61,26 @@ class Padding(NamedTuple):
 
     def begun(self, x: Shaped[Array, "B T ..."]) -> Shaped[Array, "B T ..."]:
         """Roll every row so that its first valid token stands at place 0."""
-        return x if self.start is None else _rolled(x, self.start)
+        if self.start is None:
+            return x
+        return _rolled(x, self.start)
 
     def begun_mask(self, mask: Bool[Array, "B T T"]) -> Bool[Array, "B T T"]:
         """Roll a mask of the tokens that each token sees as `begun` rolls tokens, on both axes."""
-        return self.begun(self.begun(mask).swapaxes(1, 2)).swapaxes(1, 2)
+        by_seen = self.begun(mask).swapaxes(1, 2)
+        return self.begun(by_seen).swapaxes(1, 2)
 
     def as_given(self, x: Shaped[Array, "B T ..."]) -> Shaped[Array, "B T ..."]:
         """Roll every row back to where the caller's tokens stand."""
-        return x if self.start is None else _rolled(x, -self.start)
+        if self.start is None:
+            return x
+        return _rolled(x, -self.start)
 
     def flagged(self, overflow: Bool[Array, " B"]) -> Bool[Array, " B"]:
         """Raise the overflow flags of rows whose mask is not a single run."""
-        return overflow if self.torn is None else overflow | self.torn
+        if self.torn is None:
+            return overflow
+        return overflow | self.torn
 
 
 def _rolled(x: Shaped[Array, "B T ..."], by: Int[Array, " B"]) -> Shaped[Array, "B T ..."]:
@@ -109,9 +116,11 @@ def check_accepted(counts: Any, attended: Int[Array, " B"] | Bool[Array, "B T"])
         counts: how many are stored, or a mask of them; known.
         attended: how many were valid when the layers attended, or a mask of them; known.
     """
-    stored, valid = known_counts(counts), known_counts(attended)
-    if (beyond := stored > valid).any():
-        row = int(beyond.argmax())
+    stored = known_counts(counts)
+    valid = known_counts(attended)
+    beyond = stored > valid
+    if beyond.any():
+        row = int(beyond.argmax())  # the first such row
         raise UserError(
             f"counts: {stored[row]} tokens of row {row} would be stored; {valid[row]} were valid"
         )
@@ -130,9 +139,11 @@ def accepted_part(
         How many are stored, and which rows' flags are raised: those that were clipped, and those of
         which a mask is not a single run.
     """
-    stored, valid = padding_of(counts), padding_of(attended)
+    stored = padding_of(counts)
+    valid = padding_of(attended)
     beyond = stored.counts > valid.counts
-    return jnp.minimum(stored.counts, valid.counts), stored.flagged(valid.flagged(beyond))
+    count = jnp.minimum(stored.counts, valid.counts)
+    return count, stored.flagged(valid.flagged(beyond))
 
 
 def check_numbers(counts: Any, batch: int, length: int | None) -> None:
@@ -166,26 +177,35 @@ def _check_mask(mask: Any, batch: int, length: int) -> None:
         return
     valid = np.asarray(mask)
     # Where a run of valid tokens begins: a valid token without a valid one before it.
-    begins = valid & ~np.pad(valid, ((0, 0), (1, 0)))[:, :-1]
-    if (torn := begins.sum(1) > 1).any():
+    before = np.pad(valid, ((0, 0), (1, 0)))[:, :-1]
+    begins = valid & ~before
+    torn = begins.sum(1) > 1
+    if torn.any():
         row = int(torn.argmax())
         places = np.flatnonzero(begins[row]).tolist()
+        written = ", ".join(str(place) for place in places[:4])
+        if len(places) > 4:
+            written += ", ..."
         raise UserError(
             f"counts: row {row} of the mask has valid tokens in {len(places)} runs, from places "
-            f"{', '.join(map(str, places[:4]))}{', ...' * (len(places) > 4)} on; a row has one run"
+            f"{written} on; a row has one run"
         )
 
 
 def known_counts(counts: Any) -> np.ndarray:
     """Count the valid tokens of each row, from counts or a mask that are known."""
     numbers = np.asarray(counts)  # with jnp this would be traced inside a user's loop
-    return numbers.sum(1) if is_mask(numbers) else numbers
+    if is_mask(numbers):
+        return numbers.sum(1)
+    return numbers
 
 
 def known_mask(counts: Any, length: int) -> np.ndarray:
     """Mark the valid ones of `length` tokens of each row, from counts or a mask that are known."""
     numbers = np.asarray(counts)
-    return numbers if is_mask(numbers) else np.arange(length)[None] < numbers[:, None]
+    if is_mask(numbers):
+        return numbers
+    return np.arange(length)[None] < numbers[:, None]
 
 
 def check_model(model: Any, name: str = "model") -> None:
@@ -226,26 +246,29 @@ def check_new_tokens(model: Any, tokens: Any, counts: Any, cache: Any) -> None:
     """Raise UserError unless these are T new tokens for every row of a cache of this model, and
     their counts."""
     check_both(model, cache)
-    check_integers(
-        "tokens",
-        tokens,
-        (cache.batch, "T"),
-        f"T new tokens for each of the cache's {cache.batch} rows",
-    )
+    rows = cache.batch
+    why = f"T new tokens for each of the cache's {rows} rows"
+    check_integers("tokens", tokens, (rows, "T"), why)
     check_numbers(counts, cache.batch, tokens.shape[1])
     _check_valid(tokens, counts, model.config.vocab_size)
 
 
 def _check_valid(tokens: Any, counts: Any, vocabulary: int) -> None:
     """Raise UserError for a known id of a valid token outside the vocabulary."""
+    if not is_known(tokens, counts):
+        return
     # Ids that a device is still computing are not waited for: a loop of eager steps could not run
     # ahead of the device then. Such ids are clipped, and raise the row's flag, as inside jit.
-    if is_known(tokens, counts) and all(
-        getattr(x, "is_ready", lambda: True)() for x in (tokens, counts)
-    ):
-        ids = np.asarray(tokens)
-        ids = np.where(known_mask(counts, ids.shape[1]), ids, 0)
-        check_ids("tokens", ids, vocabulary)
+    if not (_is_ready(tokens) and _is_ready(counts)):
+        return
+    ids = np.asarray(tokens)
+    ids = np.where(known_mask(counts, ids.shape[1]), ids, 0)
+    check_ids("tokens", ids, vocabulary)
+
+
+def _is_ready(array: Any) -> bool:
+    """Say whether an array is computed; those of numpy always are."""
+    return not hasattr(array, "is_ready") or array.is_ready()
 
 
 def check_ids(name: str, ids: Any, vocabulary: int) -> None:
@@ -264,21 +287,23 @@ def check_pending(model: Any, cache: Any, pending: Any, counts: Any) -> None:
         counts: how many of the T tokens each row stores, or a mask of them.
     """
     check_both(model, cache)
+    # Of every stack of layers: how many there are, and the width of each source.
     stacks = [(run.count, run.wiring.storage.sources) for run in runs_of(cache.layout)]
-    if (shape := cache.layout.shape.recurrent) is not None:
+    shape = cache.layout.shape.recurrent
+    if shape is not None:
         widths = shape.widths | dict.fromkeys(("decay", "beta"), shape.value_heads)
-        stacks += [(len(shape.layers) // len(cache.states), widths)] * len(cache.states)
+        layers = len(shape.layers) // len(cache.states)  # of a stack
+        stacks += [(layers, widths)] * len(cache.states)
     if not isinstance(pending, tuple) or len(pending) < len(stacks):
         kind = "a dict of sources for every run"
         raise UserError(f"pending is {named(pending)}; wanted a tuple of {len(stacks)}, {kind}")
     length = None
-    for number, ((layers, wanted_sources), sources) in enumerate(
-        zip(stacks, pending, strict=False)
-    ):
-        for name, width in wanted_sources.items():
-            source_shape = (
-                getattr(sources.get(name), "shape", None) if isinstance(sources, dict) else None
-            )
+    pairs = zip(stacks, pending, strict=False)
+    for number, ((layers, widths), sources) in enumerate(pairs):
+        for name, width in widths.items():
+            source_shape = None
+            if isinstance(sources, dict):
+                source_shape = getattr(sources.get(name), "shape", None)
             # The first source that has four axes says what T is for all others.
             if length is None and source_shape is not None and len(source_shape) == 4:
                 length = source_shape[2]
@@ -295,11 +320,13 @@ def check_pending(model: Any, cache: Any, pending: Any, counts: Any) -> None:
 def check_entries(constants: Any) -> None:
     """Raise UserError for calibrated constants that are not a dict for each run of layers; None
     passes."""
-    if constants is None or (
-        isinstance(constants, tuple | list) and all(isinstance(x, Mapping) for x in constants)
-    ):
+    if constants is None:
         return
-    hint = "; write constants=artifact.constants" if isinstance(constants, Artifact) else ""
+    if isinstance(constants, tuple | list) and all(isinstance(x, Mapping) for x in constants):
+        return
+    hint = ""
+    if isinstance(constants, Artifact):
+        hint = "; write constants=artifact.constants"
     raise UserError(
         f"constants is {named(constants)}; wanted those of an artifact, a tuple of dicts{hint}"
     )
@@ -341,17 +368,11 @@ def run_constants(entries, layout: CacheLayout, model: str = "") -> tuple[dict, 
     check_entries(entries)
     runs = runs_of(layout)
     entries = entries or tuple({} for _ in runs)
-    # Constants of stacked layers also serve a cache that stores each layer by itself: they are cut
-    # into layers.
-    stacks = (
-        runs if len(entries) == len(runs) else runs_of(dataclasses.replace(layout, layers="scan"))
-    )
-    if len(entries) == len(stacks) != len(runs):
-        entries = tuple(
-            jax.tree.map(lambda a, i=index: a[i : i + 1], constants)
-            for stack, constants in zip(stacks, entries, strict=True)
-            for index in range(stack.count)
-        )
+    if len(entries) != len(runs):
+        # Constants of stacked layers also serve a cache that stores each layer by itself.
+        stacks = runs_of(dataclasses.replace(layout, layers="scan"))
+        if len(entries) == len(stacks):
+            entries = _cut_into_layers(entries, [stack.count for stack in stacks])
     if len(entries) != len(runs):
         raise UserError(
             f"constants for {len(entries)} runs of layers given, the method has {len(runs)}"
@@ -359,18 +380,26 @@ def run_constants(entries, layout: CacheLayout, model: str = "") -> tuple[dict, 
     for run, constants in zip(runs, entries, strict=True):
         for group, names in run.wiring.wanted().items():
             for name, shape in names.items():
+                expected = (run.count, *shape)
                 array = constants.get(group, {}).get(name)
+                if array is not None and array.shape == expected:
+                    continue
                 if array is None:
-                    missing = f"layer {run.first} needs the calibrated constant {group}.{name}"
-                    raise UserError(
-                        f"{missing}: {_calibration(layout.method, model, group, [run.count, *shape])}"
-                    )
-                if array.shape != (run.count, *shape):
-                    expected = (run.count, *shape)
+                    cause = f"layer {run.first} needs the calibrated constant {group}.{name}"
+                else:
                     cause = f"constant {group}.{name} has shape {array.shape}, wanted {expected}"
-                    remedy = _calibration(layout.method, model, group, list(expected))
-                    raise UserError(f"{cause}: {remedy}")
+                remedy = _calibration(layout.method, model, group, list(expected))
+                raise UserError(f"{cause}: {remedy}")
     return entries
+
+
+def _cut_into_layers(entries, counts: list[int]) -> tuple[dict, ...]:
+    """Cut the constants of stacks of layers into those of each layer. A stack has `counts` layers."""
+    layers = []
+    for constants, count in zip(entries, counts, strict=True):
+        for index in range(count):
+            layers.append(jax.tree.map(lambda a, i=index: a[i : i + 1], constants))
+    return tuple(layers)
 
 
 def with_own_constants(model: Model, method: Method) -> Model:
@@ -385,15 +414,17 @@ def with_own_constants(model: Model, method: Method) -> Model:
     """
     if not model.others:
         return model
-    artifacts = list(zip(model.calibrated, (model.constants, *model.others), strict=True))
-    part = functools.partial(calibrated_part, config=model.config)
-    by_part = [
-        constants
-        for artifact_method, constants in artifacts
-        if part(artifact_method) == part(method)
-    ]
-    by_method = [constants for artifact_method, constants in artifacts if artifact_method == method]
-    return model.replace(constants=[*by_method, *by_part, ()][0], others=(), calibrated=())
+    part = calibrated_part(method, config=model.config)
+    by_method = []  # constants of artifacts of this very method
+    by_part = []  # and of those whose codecs and layers are the same
+    artifacts = zip(model.calibrated, (model.constants, *model.others), strict=True)
+    for artifact_method, constants in artifacts:
+        if artifact_method == method:
+            by_method.append(constants)
+        if calibrated_part(artifact_method, config=model.config) == part:
+            by_part.append(constants)
+    constants = [*by_method, *by_part, ()][0]
+    return model.replace(constants=constants, others=(), calibrated=())
 
 
 @jax.custom_jvp
@@ -426,22 +457,24 @@ def kept_program(
         asked for.
     """
 
+    # Tokens, counts and codes are 32-bit numbers whatever jax_enable_x64 says.
     @functools.wraps(function)
-    @jax.enable_x64(
-        False
-    )  # tokens, counts and codes are 32-bit numbers whatever jax_enable_x64 says
+    @jax.enable_x64(False)
     def plain(*arguments, **options):
-        fixed = [x if i in static_argnums else _for_inference(x) for i, x in enumerate(arguments)]
-        return function(*fixed, **options)
+        guarded = []
+        for place, argument in enumerate(arguments):
+            is_static = place in static_argnums
+            guarded.append(argument if is_static else _for_inference(argument))
+        return function(*guarded, **options)
 
     compiled = jax.jit(plain, static_argnums=static_argnums, static_argnames=static_argnames)
 
     @functools.wraps(function)
     def call(*arguments, **options):
-        in_trace = any(
-            isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((arguments, options))
-        )
-        return (plain if in_trace else compiled)(*arguments, **options)
+        leaves = jax.tree.leaves((arguments, options))
+        if any(isinstance(x, jax.core.Tracer) for x in leaves):
+            return plain(*arguments, **options)
+        return compiled(*arguments, **options)
 
     return call
 
@@ -450,9 +483,11 @@ def _placed(step, model: Model, cache: Cache, *arguments, out: tuple[str, ...], 
     """Call `step(model, cache, *arguments, **options)` on one device, or on every device's part of
     the model's mesh. `out` names what it returns, for the mesh."""
     model = with_own_constants(model, cache.layout.method)
-    arguments = jax.tree.map(
-        lambda x: x.astype(jnp.int32) if jnp.issubdtype(x.dtype, jnp.integer) else x, arguments
-    )
+
+    def as_int32(x):
+        return x.astype(jnp.int32) if jnp.issubdtype(x.dtype, jnp.integer) else x
+
+    arguments = jax.tree.map(as_int32, arguments)
     step = functools.partial(step, **options)
     if model.rules is None:
         return step(model, cache, *arguments)

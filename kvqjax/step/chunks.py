@@ -113,7 +113,8 @@ def concatenate(
         if recompute:
             assert model is not None
             assert text is not None
-            joined = forward(model, jnp.asarray(text)[:, :recompute], first, joined, last=True)[1]
+            beginning = jnp.asarray(text)[:, :recompute]
+            _, joined = forward(model, beginning, first, joined, last=True)
         joined = _extended(joined, chunk, first, constants)
     return joined
 
@@ -177,7 +178,8 @@ def _checked_ids(
 def _extended(cache: Cache, chunk: Cache, first: Int[Array, " B"], constants) -> Cache:
     """Put the tokens of a chunk from `first` on behind those of a cache, on one device or on every
     device's part of the cache's mesh."""
-    fixed, rules = run_constants(constants, cache.layout), cache.layout.rules
+    fixed = run_constants(constants, cache.layout)
+    rules = cache.layout.rules
     if rules is None:
         return _extended_here(cache, chunk, first, fixed)
 
@@ -193,7 +195,8 @@ def _extended_here(
     cache: Cache, chunk: Cache, first: Int[Array, " B"], fixed: tuple[dict, ...]
 ) -> Cache:
     """Do `_extended` on one device's part. `fixed` are the runs' constants."""
-    before, counts = cache.lengths, jnp.maximum(chunk.lengths - first, 0)
+    before = cache.lengths
+    counts = jnp.maximum(chunk.lengths - first, 0)
     place = _Place(first, before - first, chunk.layout.method.sinks)
     # One block for all runs, because carries go from one run to the next.
     block = math.lcm(*(run.block for run in runs_of(chunk.layout) if run.slots))
@@ -205,18 +208,17 @@ def _extended_here(
         return caches.commit(joined, sources, jnp.clip(counts - start, 0, size), fixed)
 
     joined = jax.lax.fori_loop(0, (counts.max() + size - 1) // size, append, cache)
-    plans = zip(runs_of(chunk.layout), runs_of(cache.layout), strict=True)
-    states = zip(chunk.runs, joined.runs, strict=True)
     grain = _grain(chunk)
-    runs = tuple(
-        _with_codes(old, new, source, state, place, grain)
-        for (old, new), (source, state) in zip(plans, states, strict=True)
-    )
+    runs = []
+    parts = zip(runs_of(chunk.layout), runs_of(cache.layout), chunk.runs, joined.runs, strict=True)
+    for old, new, chunk_state, state in parts:
+        runs.append(_with_codes(old, new, chunk_state, state, place, grain))
     # A chunk's token that is not finite was stored as 0, and later ones were computed from it.
     broken = chunk.finite < chunk.lengths
     finite = jnp.minimum(joined.finite, before + jnp.maximum(chunk.finite - first, 0))
     finite = jnp.where(broken, finite, joined.finite)
-    return joined.replace(runs=runs, finite=finite, overflow=joined.overflow | chunk.overflow)
+    overflow = joined.overflow | chunk.overflow
+    return joined.replace(runs=tuple(runs), finite=finite, overflow=overflow)
 
 
 class _Place(NamedTuple):
@@ -258,10 +260,9 @@ def _sources(
         def layer_step(carry, layer, run=run, state=state, constants=constants):
             layer_constants = at_layer(constants, layer)
             coded, carry = _decoded(run, state, layer, index, block, layer_constants, carry)
-            vectors = {
-                source: _exact_or(run, state, layer, source, index, place.sinks, x)
-                for source, x in coded.items()
-            }
+            vectors = {}
+            for source, x in coded.items():
+                vectors[source] = _exact_or(run, state, layer, source, index, place.sinks, x)
             for source in run.wiring.maps.turned or ():
                 distances = jnp.broadcast_to(-place.shift[:, None], index.shape)
                 vectors[source] = turn_of(run.shape, source)(vectors[source], distances)
@@ -297,24 +298,27 @@ def _decoded(
         (the sources, this layer's carry)."""
     batch, size = index.shape
     if not run.slots:
-        blank = {
-            name: jnp.zeros((batch, size, width))
-            for name, width in run.wiring.storage.sources.items()
-        }
+        blank = {}
+        for name, width in run.wiring.storage.sources.items():
+            blank[name] = jnp.zeros((batch, size, width))
         return blank, carry
     # Groups of tokens and bytes of codes begin with a block.
     start: Array = jnp.floor_divide(index[:, 0], block) * block
 
     def read(source: str, name: str, row):
+        """Read a field's part of a row, whole blocks that hold its tokens."""
         field = run.wiring.storage.codecs[source].fields[name]
         tile = stored_tile(run, state, source, name, layer, row, start[row], size + block)
-        return tile if field.packed else jax.lax.bitcast_convert_type(tile, field.dtype)
+        if field.packed:
+            return tile
+        return jax.lax.bitcast_convert_type(tile, field.dtype)
 
     def payload(row):
-        return {
-            source: {name: read(source, name, row) for name in codec.fields}
-            for source, codec in run.wiring.storage.codecs.items()
-        }
+        """Read all fields of a row, {source: {field: tile}}."""
+        parts = {}
+        for source, codec in run.wiring.storage.codecs.items():
+            parts[source] = {name: read(source, name, row) for name in codec.fields}
+        return parts
 
     maps = run.wiring.maps
     stored = jax.lax.map(payload, jnp.arange(batch))
@@ -360,10 +364,11 @@ def _exact_or(
 def _grain(chunk: Cache) -> int:
     """Give the tokens that share numbers in any layer. Codes of different layers and sources may
     depend on each other, so that all of them move or none."""
-    codecs = [
-        codec for run in runs_of(chunk.layout) for codec in run.wiring.storage.codecs.values()
-    ]
-    return math.lcm(*(field.group for codec in codecs for field in codec.fields.values()))
+    groups = []
+    for run in runs_of(chunk.layout):
+        for codec in run.wiring.storage.codecs.values():
+            groups += [field.group for field in codec.fields.values()]
+    return math.lcm(*groups)
 
 
 def _with_codes(

@@ -97,12 +97,15 @@ class Prompt(NamedTuple):
         """Mark which keys the queries see, [B, t, s]. Both are given by their places in the
         prompt."""
         rows = len(self.counts)
-        queries, keys = (jnp.broadcast_to(x[None], (rows, len(x))) for x in (queries, keys))
+        queries = jnp.broadcast_to(queries[None], (rows, len(queries)))
+        keys = jnp.broadcast_to(keys[None], (rows, len(keys)))
         return visible(queries, keys, keys < self.counts[:, None], self.sliding, self.chunked)
 
     def block(self, start, count: int):
         """Cut out the keys and values of `count` tokens from `start` on."""
-        return (jax.lax.dynamic_slice_in_dim(x, start, count, 1) for x in (self.k, self.v))
+        k = jax.lax.dynamic_slice_in_dim(self.k, start, count, 1)
+        v = jax.lax.dynamic_slice_in_dim(self.v, start, count, 1)
+        return k, v
 
 
 def far(q: Float[Array, "B T H D"], prompt: Prompt, chunk: int) -> Partial:
@@ -119,10 +122,12 @@ def far(q: Float[Array, "B T H D"], prompt: Prompt, chunk: int) -> Partial:
     Returns:
         Attention to these keys."""
     batch, length, heads = q.shape[:3]
-    chunks, part = length // chunk, chunk // MASK_PIECES
+    chunks = length // chunk
+    part = chunk // MASK_PIECES  # tokens of a piece
     # A tile is one chunk of queries and some chunks of keys, whole ones that divide the prompt.
-    largest = min(chunks // TILES, SCORES // (q.dtype.itemsize * batch * heads * chunk**2))
-    keys = chunk * max(n for n in range(1, max(1, largest) + 1) if chunks % n == 0)
+    bytes_of_chunk = q.dtype.itemsize * batch * heads * chunk**2  # of its weights of a chunk
+    largest = max(1, min(chunks // TILES, SCORES // bytes_of_chunk))
+    keys = chunk * max(n for n in range(1, largest + 1) if chunks % n == 0)
     # By chunk and piece, [chunks, MASK_PIECES]: the first key that all queries of the piece see, and one
     # past the last.
     stop = np.arange(0, length, part).reshape(chunks, MASK_PIECES)
@@ -130,17 +135,19 @@ def far(q: Float[Array, "B T H D"], prompt: Prompt, chunk: int) -> Partial:
 
     def visible_keys(number, places):
         """Mark which keys each piece of chunk `number` sees, [B, MASK_PIECES, keys]."""
-        first, last = (jnp.asarray(x, jnp.int32)[number][:, None] for x in (start, stop))
+        first = jnp.asarray(start, jnp.int32)[number][:, None]
+        last = jnp.asarray(stop, jnp.int32)[number][:, None]
         places = places[None]
-        return ((places >= first) & (places < last))[None] & (places < prompt.counts[:, None])[
-            :, None
-        ]
+        of_piece = ((places >= first) & (places < last))[None]
+        is_valid = (places < prompt.counts[:, None])[:, None]
+        return of_piece & is_valid
 
     # All pairs (chunk of queries, tile of keys) in which any piece sees a key. A chunk's first
     # piece reaches back furthest, its last piece furthest ahead.
     tiles = []
     for number in range(chunks):
-        first_tile, end_tile = start[number, 0] // keys, -(-stop[number, -1] // keys)
+        first_tile = start[number, 0] // keys
+        end_tile = -(-stop[number, -1] // keys)
         tiles.extend((number, tile) for tile in range(first_tile, end_tile))
     return tiled_attention(q, prompt.k, prompt.v, visible_keys, tiles, (chunk, keys))
 
@@ -168,15 +175,16 @@ def near(q: Float[Array, "B t H D"], start, prompt: Prompt) -> Partial:
         edge = places + 1 - prompt.sliding
         edge_mask = (edge >= 0) & (edge < first) & (edge < first + part - prompt.sliding)
         keys = jnp.concatenate([places, jnp.maximum(edge, 0)], 1)
-        mask = jnp.concatenate(
-            [mask, jax.vmap(prompt.mask, out_axes=1)(places, edge) & edge_mask[None, :, None]], 3
-        )
+        sees_edge = jax.vmap(prompt.mask, out_axes=1)(places, edge) & edge_mask[None, :, None]
+        mask = jnp.concatenate([mask, sees_edge], 3)
 
     def by_part(x):
+        """Reshape [B, MASK_PIECES, ..] to [B * MASK_PIECES, ..]: a piece is a row of its own."""
         return x.reshape(-1, *x.shape[2:])
 
     rows = q.reshape(-1, part, *q.shape[2:])
-    k, v = (by_part(x[:, keys]) for x in (prompt.k, prompt.v))
+    k = by_part(prompt.k[:, keys])
+    v = by_part(prompt.v[:, keys])
     partial = segment_attention(rows, k, v, by_part(mask))
     return Partial(*(x.reshape(q.shape[:2] + x.shape[2:]) for x in partial))
 
@@ -194,7 +202,8 @@ def by_blocks(q, start, prompt: Prompt) -> Partial:
 
     def read(j, carry):
         mask = prompt.mask(start + jnp.arange(chunk), j * chunk + jnp.arange(chunk))
-        return *prompt.block(j * chunk, chunk), mask, carry
+        k, v = prompt.block(j * chunk, chunk)
+        return k, v, mask, carry
 
     first = jnp.int32(0)
     if prompt.sliding is not None:
@@ -263,7 +272,8 @@ def path_of(layout: CacheLayout, batch: int, length: int, score_sinks: bool = Fa
 
     Returns:
         The kernels and the chunk."""
-    blocks, kernels = Path("off", min(CHUNK, length)), tiles_of(layout)
+    blocks = Path("off", min(CHUNK, length))
+    kernels = tiles_of(layout)
     # Large tiles have no place for a cap of scores, and none for layers that attend in chunks: a
     # border between two chunks may lie inside a piece of queries (`far`).
     is_special = layout.shape.softcap is not None or layout.shape.chunked is not False
@@ -273,16 +283,15 @@ def path_of(layout: CacheLayout, batch: int, length: int, score_sinks: bool = Fa
         return Path("cudnn", _even(length, LARGEST))
     if kernels == "tiles":
         # A tile of one chunk of queries and as many keys takes no more than SCORES bytes.
-        scores_per_head = SCORES // (
-            jnp.dtype(layout.dtype).itemsize * batch * layout.shape.num_heads
-        )
-        longest_chunk = min(LARGEST, math.isqrt(scores_per_head))
+        bytes_of_pair = jnp.dtype(layout.dtype).itemsize * batch * layout.shape.num_heads
+        longest_chunk = min(LARGEST, math.isqrt(SCORES // bytes_of_pair))
     else:
         longest_chunk = LARGE
     chunk = _even(length, max(CHUNK, longest_chunk))
     padded_length = -(-length // chunk) * chunk
-    is_served = kernels == "tiles" or splash.fits(chunk, padded_length, layout.shape.head_dim)
-    return Path(kernels, chunk) if is_served else blocks
+    if kernels == "tiles" or splash.fits(chunk, padded_length, layout.shape.head_dim):
+        return Path(kernels, chunk)
+    return blocks
 
 
 def _even(length: int, longest_chunk: int) -> int:
@@ -322,8 +331,10 @@ def _by_chunks(make, starts, h: Float[Array, "B T E"]):
     def prompt_shape(x):
         return jax.ShapeDtypeStruct((*h.shape[:2], *x.shape[2:]), x.dtype)
 
-    blank = filled_by(h, jax.tree.map(prompt_shape, jax.eval_shape(make, starts[0])))
-    return jax.lax.scan(step, blank, starts)[0]
+    chunk_shapes = jax.eval_shape(make, starts[0])
+    blank = filled_by(h, jax.tree.map(prompt_shape, chunk_shapes))
+    results, _ = jax.lax.scan(step, blank, starts)
+    return results
 
 
 def _captured(
@@ -338,10 +349,14 @@ def _captured(
         (sources by name; keys "k", rotated by RoPE, and values "v" [B, t, K, D]; which tokens are
         finite, [B, t]). Numbers that are not finite are 0 in the first two."""
     sources = run.wiring.maps.capture(weights, constants, projected, positions)
-    k, v = (decoder.own_heads(x, config, projected.q.shape[2]) for x in (projected.k, projected.v))
-    parts, dtype = (sources, {"k": rotate(k, positions, run.shape), "v": v}), projected.q.dtype
-    finite = found_finite(dtype, *jax.tree.map(lambda x: x.reshape(*positions.shape, -1), parts))
-    return *(zeroed(dtype, x) for x in parts), finite
+    query_heads = projected.q.shape[2]
+    k = decoder.own_heads(projected.k, config, query_heads)
+    v = decoder.own_heads(projected.v, config, query_heads)
+    attending = {"k": rotate(k, positions, run.shape), "v": v}
+    dtype = projected.q.dtype
+    by_token = jax.tree.map(lambda x: x.reshape(*positions.shape, -1), (sources, attending))
+    finite = found_finite(dtype, *by_token)
+    return zeroed(dtype, sources), zeroed(dtype, attending), finite
 
 
 def exact_layer(
@@ -366,7 +381,9 @@ def exact_layer(
 
     Returns:
         (what `keep` returned; the hidden states after the layer, [B, T, E])."""
-    config, (batch, length), chunk = model.config, h.shape[:2], path.chunk
+    config = model.config
+    batch, length = h.shape[:2]
+    chunk = path.chunk
     starts = jnp.arange(0, length, chunk)
 
     def cut(x, start):
@@ -378,26 +395,24 @@ def exact_layer(
         # stacks during the loop over chunks. A number that depends on the chunk makes it read them
         # again for every chunk.
         is_reread = path.kernels != "off" and not is_unrolled(model.params)
-        return decoder.layer(
-            model.params, run.first + index + (unknown_zero(start[None]) if is_reread else 0)
-        )
+        number = run.first + index
+        zero = unknown_zero(start[None]) if is_reread else 0
+        return decoder.layer(model.params, number + zero)
 
     def project(h, start):
         """Project a chunk: (positions, the layer's weights, what the layer computed)."""
         positions = jnp.broadcast_to((start + jnp.arange(chunk))[None], (batch, chunk))
         layer_weights = weights(start)
-        return (
-            positions,
-            layer_weights,
-            decoder.project(layer_weights, cut(h, start), positions, config, run.first),
-        )
+        projected = decoder.project(layer_weights, cut(h, start), positions, config, run.first)
+        return positions, layer_weights, projected
 
     def keys(start):
         """Do a chunk's part of the first loop: what `_captured` gives, and queries for kernels that
         want all."""
         positions, layer_weights, projected = project(h, start)
         parts = _captured(run, constants, layer_weights, projected, positions, config)
-        return *parts, projected.q if path.kernels in AT_ONCE else ()
+        q = projected.q if path.kernels in AT_ONCE else ()
+        return *parts, q
 
     new, attending, finite, q = _by_chunks(keys, starts, h)
     # No query attends before `keep` has run.
@@ -412,9 +427,14 @@ def exact_layer(
 
     def attended(h, start):
         """Do a chunk's part of the second loop."""
+
+        def queries():
+            _, _, projected = project(h, start)
+            return projected.q
+
         # Only this chunk's queries read this part of h, so that the layer's output may take its
         # place.
-        out = attend(start, lambda: project(h, start)[2].q)
+        out = attend(start, queries)
         out = jnp.where(cut(broken, start)[:, :, None, None], jnp.nan, out)
         next_h = decoder.finish(weights(start), cut(h, start), out, config)
         return jax.lax.dynamic_update_slice_in_dim(h, next_h, start, 1), None
@@ -439,7 +459,11 @@ def _attention(prompt: Prompt, queries, path: Path, sinks: Callable) -> Callable
     cut = functools.partial(jax.lax.dynamic_slice_in_dim, slice_size=path.chunk, axis=1)
     if path.kernels == "cudnn":
         output = attend_by_cudnn(queries, prompt.k, prompt.v, prompt.sliding)
-        return lambda start, make: cut(output, start)
+
+        def cut_out(start, make):
+            return cut(output, start)
+
+        return cut_out
     far_parts = far(queries, prompt, path.chunk) if path.kernels == "tiles" else None
     # Keys and values as splash attention takes them: [B * K, T, D].
     by_head = tuple(x.swapaxes(1, 2).reshape(-1, length, x.shape[3]) for x in prompt[:2])
@@ -448,13 +472,14 @@ def _attention(prompt: Prompt, queries, path: Path, sinks: Callable) -> Callable
         if path.kernels == "tiles":
             far_part = jax.tree.map(lambda x: cut(x, start), far_parts)
             q = cut(queries, start)
-            return with_sinks(merged(near(q, start, prompt), far_part), sinks(q.shape[2])).out
-        q = make()
-        if path.kernels in SPLASH_KINDS:
-            return with_sinks(
-                splashed(q, start, prompt, by_head, path.kernels), sinks(q.shape[2])
-            ).out
-        return with_sinks(by_blocks(q, start, prompt), sinks(q.shape[2])).out
+            partial = merged(near(q, start, prompt), far_part)
+        elif path.kernels in SPLASH_KINDS:
+            q = make()
+            partial = splashed(q, start, prompt, by_head, path.kernels)
+        else:
+            q = make()
+            partial = by_blocks(q, start, prompt)
+        return with_sinks(partial, sinks(q.shape[2])).out
 
     return attend
 
@@ -487,9 +512,8 @@ def prefill(
     """
     check_new_tokens(model, tokens, counts, cache)
     check_capacity(cache, counts)
-    if (
-        is_known(cache.lengths) and int(np.asarray(cache.lengths).max()) > 0
-    ):  # jnp would be traced in a user's jit
+    # With numpy, because jnp would be traced in a user's jit.
+    if is_known(cache.lengths) and int(np.asarray(cache.lengths).max()) > 0:
         raise UserError("exact prefill starts from an empty cache; use forward to extend one")
     return run_step(_prefill, model, cache, tokens, counts, out=("logits", "cache"))
 
@@ -500,7 +524,8 @@ prefill_donated = jax.jit(prefill, donate_argnames="cache")
 
 def _prefill(model: Model, cache: Cache, tokens, counts):
     """Do `prefill` after its checks, on one device's part."""
-    layout, runs = cache.layout, runs_of(cache.layout)
+    layout = cache.layout
+    runs = runs_of(layout)
     constants = run_constants(model.constants, layout)
     padding = padding_of(counts)
     tokens = padding.begun(tokens)
@@ -510,19 +535,23 @@ def _prefill(model: Model, cache: Cache, tokens, counts):
     # Whole chunks: loops over a prompt cut pieces of one static size.
     tokens = jnp.pad(tokens, ((0, 0), (0, -tokens.shape[1] % path.chunk)))
     h = decoder.embed(model.params, tokens, model.config)
-    recurrence = (
-        None
-        if model.config.recurrent is None
-        else Recurrence(model, cache, counts, chunk=path.chunk)
-    )
-    carried = None if recurrence is None else recurrence.first(tokens.shape[1])
+    length = tokens.shape[1]
+    recurrence = None
+    carried = None
+    if model.config.recurrent is not None:
+        recurrence = Recurrence(model, cache, counts, chunk=path.chunk)
+        carried = recurrence.first(length)
+    newest = None
+    encoded_tokens = length
     # Where tokens are evicted, only the newest of the prompt enter the body.
-    newest = newest_of_prompt(cache, counts, tokens.shape[1]) if cache.kept else None
-    encoded_tokens = tokens.shape[1] if newest is None else newest.token.shape[1]
+    if cache.kept:
+        newest = newest_of_prompt(cache, counts, length)
+        encoded_tokens = newest.token.shape[1]
     carry = slab(runs, (len(counts), encoded_tokens), layout.dtype)
     # The third entry is how many tokens of each row come before the first that is not finite. Every
     # layer may lower it.
-    states, flow = [], (h, carry, counts, carried)
+    flow = (h, carry, counts, carried)
+    states = []
     for run, state, fixed in zip(runs, cache.runs, constants, strict=True):
         flow, state = _prefill_run(
             model,
@@ -593,13 +622,15 @@ def _prefill_run(
     # `first` is the body token that the first encoded token is. Prompt token 0 is body token
     # -sinks.
     if newest is None:
-        encoded_tokens, first, due_units = (
-            flow[0].shape[1],
-            empty - sinks,
-            units_due(run, state, counts - sinks),
-        )
-    else:  # tokens that were picked are numbered from 0, and go to the body's first slots in their order
-        encoded_tokens, first, due_units = newest.token.shape[1], empty, (newest.units,)
+        encoded_tokens = flow[0].shape[1]
+        first = empty - sinks
+        due_units = units_due(run, state, counts - sinks)
+    else:
+        # Tokens that were picked are numbered from 0, and go to the body's first slots in their
+        # order.
+        encoded_tokens = newest.token.shape[1]
+        first = empty
+        due_units = (newest.units,)
     schedules = in_order((run,), [empty] * len(clocks), due_units, encoded_tokens)
 
     def step(index, loop):
@@ -613,36 +644,39 @@ def _prefill_run(
         def keep(new, finite):
             """Store the sources of one layer, before any query attends: (body, carry, sinks and
             window, how many tokens come before the first that is not finite)."""
-            encoded = body, carry
+            new_body = body
+            new_carry = carry
             if run.slots and encoded_tokens:
-                # `new_body` holds the tokens that are due. Where keys are encoded before values,
-                # the window keeps the reconstruction of such a key until its value is encoded;
-                # `moved` has these keys.
                 sources = new if newest is None else newest.pick(new)
-                new_body, moved, new_carry = flush_layer(
+                new_body, sources, new_carry = flush_layer(
                     run, body, index, sources, first, schedules, fixed, carry, pages
                 )
-                encoded = new_body, new_carry
-                # With eviction there is one clock, and encoding changes no token that stays exact.
-                new = moved if newest is None else new
+                # Where keys are encoded before values, the window keeps the reconstruction of such
+                # a key until its value is encoded; the sources that come back have these keys. With
+                # eviction there is one clock, and encoding changes no token that stays exact.
+                if newest is None:
+                    new = sources
             # `remember` writes a stack of layers. A stack of this layer alone is written and put
             # into the run's.
-            blank = jax.tree.map(lambda a: jnp.zeros_like(a[:1]), (state.sinks, state.window))
-            fresh = state.replace(body={}, sinks=blank[0], window=blank[1])
-            fresh = remember(
-                run, fresh, {name: x[None] for name, x in new.items()}, empty, counts, sinks
-            )
+            exact_parts = (state.sinks, state.window)
+            blank_sinks, blank_window = jax.tree.map(lambda a: jnp.zeros_like(a[:1]), exact_parts)
+            fresh = state.replace(body={}, sinks=blank_sinks, window=blank_window)
+            new_stack = {name: x[None] for name, x in new.items()}
+            fresh = remember(run, fresh, new_stack, empty, counts, sinks)
             put = functools.partial(jax.lax.dynamic_update_index_in_dim, index=index, axis=0)
-            return *encoded, jax.tree.map(put, exact, (fresh.sinks, fresh.window)), leading(finite)
+            new_exact = jax.tree.map(put, exact, (fresh.sinks, fresh.window))
+            return new_body, new_carry, new_exact, leading(finite)
 
-        (body, carry, exact, layer_finite), h = exact_layer(
-            model, run, index, fixed, h, counts, path, keep
-        )
-        return (h, carry, jnp.minimum(finite_count, layer_finite), carried), body, exact
+        result, h = exact_layer(model, run, index, fixed, h, counts, path, keep)
+        body, carry, exact, layer_finite = result
+        finite_count = jnp.minimum(finite_count, layer_finite)
+        return (h, carry, finite_count, carried), body, exact
 
     # XLA unrolls a loop of one turn, and copies that layer's weights out of the stack. So the
     # length is hidden from it.
-    count = run.count if is_unrolled(model.params) else run.count + unknown_zero(counts)
+    count = run.count
+    if not is_unrolled(model.params):
+        count = count + unknown_zero(counts)
     loop = flow, state.body, (state.sinks, state.window)
     flow, body, (exact_sinks, window) = decoder.over_layers(model.params, 0, count, step, loop)
     # Without a body nothing is ever encoded.

@@ -60,7 +60,11 @@ def _spec(array, lead: Callable) -> pl.BlockSpec:
     """Make a spec of blocks of size 1 along the first axis. `lead(*step, layer, ends)` is the
     number of the block."""
     zeros = (0,) * (array.ndim - 1)
-    return pl.BlockSpec((1, *array.shape[1:]), lambda *at: (lead(*at), *zeros))
+
+    def index(*at):
+        return lead(*at), *zeros
+
+    return pl.BlockSpec((1, *array.shape[1:]), index)
 
 
 def constant(array) -> Operand:
@@ -76,15 +80,23 @@ def by_row(array) -> Operand:
 def of_layer(array) -> Operand:
     """Declare an array [L, B, ...]. A grid step sees its layer and row, [1, 1, ...]."""
     zeros = (0,) * (array.ndim - 2)
-    return Operand(
-        array, pl.BlockSpec((1, 1, *array.shape[2:]), lambda *at: (at[-2][0], at[0], *zeros))
-    )
+
+    def index(row, *at):
+        layer = at[-2]
+        return layer[0], row, *zeros
+
+    return Operand(array, pl.BlockSpec((1, 1, *array.shape[2:]), index))
 
 
 def by_tile(array, tile: Callable = fetched) -> Operand:
     """Declare an array [tiles, ...]. A grid step sees the tile that is fetched, `tile(*step,
     ends)`."""
-    return Operand(array, _spec(array, lambda *at: tile(*at[:-2], at[-1])))
+
+    def number(*at):
+        *step, _, ends = at
+        return tile(*step, ends)
+
+    return Operand(array, _spec(array, number))
 
 
 def scalars(array) -> Operand:
@@ -108,7 +120,8 @@ def of_body(body, plan, tile: Callable = fetched, by_token: tuple[str, ...] = BY
     def place(at):
         """Find (layer, row of the arrays, tile) for a grid step."""
         *step, layer, ends = at
-        return layer[0], *lies_at(step[0], tile(*step, ends), ends, slots // plan.tile)
+        row = step[0]
+        return layer[0], *lies_at(row, tile(*step, ends), ends, slots // plan.tile)
 
     def rows(array):
         """Make the spec of a field with tokens on the rows."""
@@ -127,17 +140,18 @@ def of_body(body, plan, tile: Callable = fetched, by_token: tuple[str, ...] = BY
 
         return pl.BlockSpec((1, 1, array.shape[2], plan.tile), index)
 
-    specs = {
-        name: jax.tree.map(tokens if name in by_token else rows, x)
-        for name, x in body._asdict().items()
-    }
+    specs = {}
+    for name, field in body._asdict().items():
+        spec_of = tokens if name in by_token else rows
+        specs[name] = jax.tree.map(spec_of, field)
     return Operand(body, body._replace(**specs))
 
 
 def _result(shape: tuple[int, ...], lead: int) -> pl.BlockSpec:
     """Make the spec of a result. Every step of the `lead` first axes of the grid writes its own
     [shape]."""
-    return pl.BlockSpec((*[1] * lead, *shape), lambda *at: (*at[:lead], *(0,) * len(shape)))
+    zeros = (0,) * len(shape)
+    return pl.BlockSpec((*[1] * lead, *shape), lambda *at: (*at[:lead], *zeros))
 
 
 def memory(*shape: int, dtype=jnp.float32):
@@ -178,6 +192,7 @@ def invoke(
 
     def body(_, ends, *refs):
         *inputs, out, lse, memories = refs
+        # None for the operands that the kernel does without.
         by_name = dict.fromkeys(operands) | dict(zip(used, inputs, strict=True)) | memories
         kernel(Refs(**by_name, out=out, lse=lse), ends, plan)
 

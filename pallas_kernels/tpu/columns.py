@@ -57,9 +57,8 @@ def quotient(x, divisor: int):
 def lane_wise(operation, x):
     """Reduce [M, S] to [M, 128]: `operation` combines the columns of 128 lanes. Nothing moves
     between lanes; the caller reduces the 128 lanes once, at the end."""
-    return functools.reduce(
-        operation, (x[:, lane : lane + LANES] for lane in range(0, x.shape[1], LANES))
-    )
+    columns_of_lanes = (x[:, lane : lane + LANES] for lane in range(0, x.shape[1], LANES))
+    return functools.reduce(operation, columns_of_lanes)
 
 
 def zero_beyond(x, first, limit: int, axis: int):
@@ -76,8 +75,9 @@ def aligned(number, count: int):
     """Return the slice of `count` entries that begins at entry `number` * `count`; `number` may be
     traced."""
     first = number * count
-    # The compiler must know that a traced start is aligned.
-    return pl.ds(first if isinstance(number, int) else pl.multiple_of(first, count), count)
+    if not isinstance(number, int):
+        first = pl.multiple_of(first, count)  # the compiler must know that it is aligned
+    return pl.ds(first, count)
 
 
 def loop(count: int, step) -> None:
@@ -169,10 +169,11 @@ def key_rows(refs, plan: Plan, lane_group, part) -> tuple:
     rows: [M, W] twice."""
     row = part if plan.spec.key_group else 0  # without key groups one row serves all tokens
     column = lane_group * (plan.lanes // LANES)
-    rows = (
-        load_row(ref, row, plan.key_rows, column, plan.lanes) for ref in (refs.factors, refs.zeros)
-    )
-    return tuple(filled(x, plan) for x in rows)
+    loaded = []
+    for ref in (refs.factors, refs.zeros):
+        rows = load_row(ref, row, plan.key_rows, column, plan.lanes)
+        loaded.append(filled(rows, plan))
+    return tuple(loaded)
 
 
 def of_heads(ref, plan: Plan, numbers: Iterable, count: int, column):

@@ -55,8 +55,14 @@ def packed_attention(
     interpret: object = False,
 ) -> Partial:
     """Attend as `reference.packed_attention` does, and to `recent` tokens as well. Queries and
-    softmax weights are rounded to bfloat16. `pages` are those of each row, where the body's rows
-    are pages."""
+    softmax weights are rounded to bfloat16.
+
+    Args:
+        pages: the pages of each row, where the body's rows are pages.
+        interpret: as `pallas_call` has it.
+
+    Returns:
+        The attention to all these tokens."""
     batch, length, heads, dim = q.shape
     plan = make_plan(q, body, spec, row_slots(body, pages))
     rows = plan.lane_groups * plan.rows
@@ -77,31 +83,35 @@ def packed_attention(
         "q": memory(rows, plan.lanes),  # the queries, each head's in its own lanes
     }
     ends = tile_ends(start, stop, plan.tile, plan.slots, pages)
-    name, grid = f"packed_attention_exact_{plan.tile}", (batch, plan.slots // plan.tile)
+    name = f"packed_attention_exact_{plan.tile}"
+    grid = (batch, plan.slots // plan.tile)
     results = (length, heads, dim), (rows, 1)
     out, lse = invoke(
         _kernel, plan, grid, layer, ends, operands, results, scratch, name=name, interpret=interpret
     )
+    # The rows of a lane group are its used ones, and others that fill up a multiple of 8.
     lse = lse.reshape(batch, plan.lane_groups, plan.rows)[:, :, : plan.used]
-    lse = jnp.where(lse > NEVER / 2, lse, -jnp.inf).reshape(
-        batch, plan.lane_groups, length, plan.heads
-    )
-    return Partial(out, jnp.swapaxes(lse, 1, 2).reshape(batch, length, heads))
+    # A row that saw no token has the log-sum-exp of an empty sum.
+    lse = jnp.where(lse > NEVER / 2, lse, -jnp.inf)
+    lse = lse.reshape(batch, plan.lane_groups, length, plan.heads)
+    # [B, T, P, heads of a lane group] to [B, T, H]
+    lse = jnp.swapaxes(lse, 1, 2).reshape(batch, length, heads)
+    return Partial(out, lse)
 
 
 def _of_recent(recent: Recent) -> Operand:
     """Declare the tokens outside the body, as one operand whose references are a `Recent`."""
-    operands = tuple(tuple(of_layer(x) for x in pair) for pair in recent.held)
-    spec = Recent(
-        tuple(tuple(x.spec for x in pair) for pair in operands),
-        tuple(by_row(x).spec for x in recent.new),
-        by_row(recent.seen).spec,
-    )
+    held = []
+    for keys, values in recent.held:
+        held.append((of_layer(keys).spec, of_layer(values).spec))
+    new = tuple(by_row(x).spec for x in recent.new)
+    spec = Recent(tuple(held), new, by_row(recent.seen).spec)
     return Operand(recent, spec)
 
 
 def _by_query(plan: ExactPlan, choose):
-    """Give every query row the `choose(t)` of its new token t, [M, n]."""
+    """Give every query row the `choose(t)` of its new token t, [M, n]. The rows of a lane group are
+    token after token."""
     row = jax.lax.broadcasted_iota(jnp.int32, (plan.rows, 1), 0)
     chosen = choose(0)
     for t in range(1, plan.length):
@@ -110,22 +120,27 @@ def _by_query(plan: ExactPlan, choose):
 
 
 def _kernel(refs: Refs, ends, plan: ExactPlan):
-    """Attend to one tile. `refs` as declared in `packed_attention`, `ends` from
-    `rows.tile_ends`."""
+    """Attend to one tile.
+
+    Args:
+        refs: as declared in `packed_attention`.
+        ends: from `rows.tile_ends`."""
     # The functions of `softmax` sum into `out`, [1, P*M, W]. The kernel's result has its heads in
-    # order, and is written after the last tile: here it is `found`.
-    refs = Refs(**(vars(refs) | {"out": refs.sums, "found": refs.out}))
+    # order, and is written after the last tile: here it is `result`.
+    refs = Refs(**(vars(refs) | {"out": refs.sums, "result": refs.out}))
     query = pl.program_id(0) * plan.length  # number of the row's first query in the batch
 
     def stored(name: str, group, tokens=slice(None)):
         """Load the tile's keys or values of a lane group, [S, W] bfloat16."""
-        return from_bits(
-            getattr(refs.body, name)[0, 0, tokens, aligned(group, plan.lanes)], "bfloat16"
-        )
+        tile = getattr(refs.body, name)
+        words = tile[0, 0, tokens, aligned(group, plan.lanes)]
+        return from_bits(words, "bfloat16")
 
     def score(group):
         """Write the scores of a lane group, and their maximum into `top`."""
-        rows, top = aligned(group, plan.rows), NEVER
+        rows = aligned(group, plan.rows)
+        top = NEVER
+        # Some columns at a time, so that they fit the registers.
         for tokens in plan.columns:
             scores = _scores(refs, plan, rows, stored("keys", group, tokens))
             scores = jnp.minimum(scores, refs.limits[:, tokens])
@@ -136,15 +151,18 @@ def _kernel(refs: Refs, ends, plan: ExactPlan):
     def add(group):
         """Add the weighted values of a lane group to the running sums."""
         rows = aligned(group, plan.rows)
-        product = dot(refs.scores[rows].astype(jnp.bfloat16), stored("values", group), 0)
+        weights = refs.scores[rows].astype(jnp.bfloat16)  # `to_weights` made them of the scores
+        product = dot(weights, stored("values", group), 0)
         refs.out[0, rows] = refs.out[0, rows] * refs.top[rows] + product
 
     def in_parts(step):
         """Call step(refs, rows) for all query rows, in as many parts as registers need."""
-        loop(
-            plan.parts,
-            lambda part: step(refs, aligned(part, plan.rows * plan.lane_groups // plan.parts)),
-        )
+        size = plan.rows * plan.lane_groups // plan.parts
+
+        def of_part(part):
+            step(refs, aligned(part, size))
+
+        loop(plan.parts, of_part)
 
     def work(tile):
         _write_limits(refs, plan, query, tile)
@@ -168,19 +186,22 @@ def _kernel(refs: Refs, ends, plan: ExactPlan):
 
 def _scores(refs, plan: ExactPlan, rows, keys):
     """Multiply the queries of a lane group with keys: base-2 logarithms of softmax weights."""
-    return dot(refs.q[rows].astype(jnp.bfloat16), keys, 1) * (LOG2E * plan.spec.head_dim**-0.5)
+    queries = refs.q[rows].astype(jnp.bfloat16)
+    scale = LOG2E * plan.spec.head_dim**-0.5
+    return dot(queries, keys, 1) * scale
 
 
 def _write_limits(refs, plan: ExactPlan, query, tile):
     """Write `limits` [M, S]: infinite where a row sees the token, NEVER elsewhere. `query` is the
     number of the row's first query in the batch."""
-    first, last = (
-        _by_query(plan, lambda t, ref=ref: ref[query + t]) for ref in (refs.first, refs.last)
-    )
+    first = _by_query(plan, lambda t: refs.first[query + t])  # [M, 1]
+    last = _by_query(plan, lambda t: refs.last[query + t])
     for tokens in plan.columns:
-        shape = plan.rows, tokens.stop - tokens.start
-        token = jax.lax.broadcasted_iota(jnp.int32, shape, 1) + (tile * plan.tile + tokens.start)
-        refs.limits[:, tokens] = jnp.where((token >= first) & (token < last), jnp.inf, NEVER)
+        shape = (plan.rows, tokens.stop - tokens.start)
+        column = jax.lax.broadcasted_iota(jnp.int32, shape, 1)
+        token = column + (tile * plan.tile + tokens.start)
+        is_seen = (token >= first) & (token < last)
+        refs.limits[:, tokens] = jnp.where(is_seen, jnp.inf, NEVER)
 
 
 def _pieces(plan: ExactPlan, t: int):
@@ -213,26 +234,36 @@ def _bring_back(refs, plan: ExactPlan):
     """Write the result: every head's own lanes of the running sums."""
     for t in range(plan.length):
         for heads, rows, lanes in _pieces(plan, t):
-            refs.found[0, t, heads] = refs.out[0, rows, lanes]
+            refs.result[0, t, heads] = refs.out[0, rows, lanes]
 
 
 def _attend_recent(refs, plan: ExactPlan):
     """Begin the running sums with the tokens outside the body."""
     recent = refs.recent
-    seen = _by_query(plan, lambda t: jnp.where(recent.seen[0, t : t + 1] > 0, jnp.inf, NEVER))
+
+    def limit(t: int):
+        """Give the limits of new token t's scores, as `_write_limits` does."""
+        return jnp.where(recent.seen[0, t : t + 1] > 0, jnp.inf, NEVER)
+
+    limits = _by_query(plan, limit)
 
     def every(part: int, lanes):
         """Put the keys (`part` 0) or values (1) of all tokens outside the body one below the
         other."""
-        parts = [*(x[part][0, 0, :, lanes] for x in recent.held), recent.new[part][0, :, lanes]]
-        return jnp.concatenate([_filled(x) for x in parts])
+        tokens = [pair[part][0, 0, :, lanes] for pair in recent.held]
+        tokens.append(recent.new[part][0, :, lanes])
+        return jnp.concatenate([_filled(x) for x in tokens])
 
     def step(group):
-        rows, lanes = aligned(group, plan.rows), aligned(group, plan.lanes)
-        scores = jnp.minimum(_scores(refs, plan, rows, every(0, lanes)), seen)
+        """Attend with the queries of a lane group."""
+        rows = aligned(group, plan.rows)
+        lanes = aligned(group, plan.lanes)
+        scores = jnp.minimum(_scores(refs, plan, rows, every(0, lanes)), limits)
         peak = scores.max(-1, keepdims=True)
         weights = jnp.exp2(scores - peak)
-        refs.peak[rows], refs.total[rows] = peak, weights.sum(-1, keepdims=True)
+        total = weights.sum(-1, keepdims=True)
+        refs.peak[rows] = peak
+        refs.total[rows] = total
         refs.out[0, rows] = dot(weights.astype(jnp.bfloat16), every(1, lanes), 0)
 
     loop(plan.lane_groups, step)
@@ -241,4 +272,7 @@ def _attend_recent(refs, plan: ExactPlan):
 def _filled(x):
     """Pad tokens [n, W] with zeros to the room that they have in `Recent.seen`."""
     missing = room(x.shape[0]) - x.shape[0]
-    return jnp.concatenate([x, jnp.zeros((missing, x.shape[1]), x.dtype)]) if missing else x
+    if not missing:
+        return x
+    zeros = jnp.zeros((missing, x.shape[1]), x.dtype)
+    return jnp.concatenate([x, zeros])

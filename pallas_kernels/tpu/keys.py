@@ -107,9 +107,11 @@ def halves(codes, refs, plan: Plan, place: Place, index, i: int) -> list:
     # The bits of a bfloat16 number are the upper 16 bits of the equal float32 number, whose other
     # bits are 0. So a shift widens the lower halves, a mask the upper ones.
     words = pltpu.bitcast(codes, jnp.uint32)
-    lower, upper = words << jnp.uint32(16), words & jnp.uint32(0xFFFF0000)
+    lower = words << jnp.uint32(16)
+    upper = words & jnp.uint32(0xFFFF0000)
     return [
-        _half(bits, refs, plan, place, index, i, half) for half, bits in enumerate((lower, upper))
+        _half(lower, refs, plan, place, index, i, 0),
+        _half(upper, refs, plan, place, index, i, 1),
     ]
 
 
@@ -132,8 +134,11 @@ def _half(bits, refs, plan: Plan, place: Place, index, i: int, half: int):
             # Without key groups one row serves all tokens.
             row = first_group + group if plan.spec.key_group else 0
             by_group[group] = load_row(ref, row, plan.key_rows, place.column, plan.lanes)
-        # 32 tokens of a group take its 8 equal rows 4 times.
-        return jnp.concatenate([by_group[group] for group in groups for _ in range(PLANE // 8)])
+        pieces = []
+        for group in groups:
+            # 32 tokens of a group take its 8 equal rows 4 times.
+            pieces += [by_group[group]] * (PLANE // 8)
+        return jnp.concatenate(pieces)
 
     return numbers * rows(refs.factors) + rows(refs.zeros)
 
@@ -147,6 +152,5 @@ def packed(low, high):
 
     Returns:
         Both, [2n, W] bfloat16."""
-    return pltpu.bitcast(
-        pltpu.pack_elementwise([low, high], packed_dtype=jnp.bfloat16), jnp.bfloat16
-    )
+    words = pltpu.pack_elementwise([low, high], packed_dtype=jnp.bfloat16)
+    return pltpu.bitcast(words, jnp.bfloat16)

@@ -71,7 +71,8 @@ def scratch(plan: Plan) -> dict:
 
 def prepare(refs, plan: Plan, tile) -> None:
     """Write values, lanes and lane groups of the tile's outliers with tokens in lane order."""
-    body, spec = refs.body, plan.spec
+    body = refs.body
+    spec = plan.spec
     if body.key_outliers is not None:
         _order_slots(refs, plan, tile, body.key_outliers, refs.key_slots, spec.key_slots)
     if body.value_outliers is not None:
@@ -108,18 +109,19 @@ def _stage(staged, stored, plan: Plan, tile, number, rows: int, count: int) -> N
     channels = words[count : 2 * count]
     lanes = channels & (LANES - 1)
     lane_groups = jax.lax.shift_right_logical(channels, jnp.int32(LANES.bit_length() - 1))
-    parts = (values, *(x.astype(jnp.float32) for x in (lanes, lane_groups)))
+    parts = (values, lanes.astype(jnp.float32), lane_groups.astype(jnp.float32))
     first_token = tile * plan.tile + number * plan.period
     for i, part in enumerate(parts):
-        part = part.astype(jnp.bfloat16)
-        # The last tile may reach beyond the body.
-        numbers = zero_beyond(part, first_token, plan.slots, 1) if plan.slots % plan.tile else part
-        staged[i * rows : i * rows + part.shape[0]] = numbers
+        numbers = part.astype(jnp.bfloat16)
+        if plan.slots % plan.tile:  # the last tile reaches beyond the body
+            numbers = zero_beyond(numbers, first_token, plan.slots, 1)
+        staged[i * rows : i * rows + numbers.shape[0]] = numbers
 
 
 def rates(plan: Plan) -> np.ndarray:
     """Return full turns per position on every lane of a lane group, [1, W] float32."""
-    return (np.tile(plan.frequencies, 2 * plan.shared)[None] / (2 * np.pi)).astype(np.float32)
+    radians = np.tile(plan.frequencies, 2 * plan.shared)[None]
+    return (radians / (2 * np.pi)).astype(np.float32)
 
 
 def _cosine(turns):
@@ -127,7 +129,8 @@ def _cosine(turns):
     # Less its nearest integer, an angle is at most half a turn in size. cos(2 pi a) = sin(2 pi (1/4
     # - |a|)), and 1/4 - |a| lies within the range of `SINE`.
     x = 0.25 - jnp.abs(turns - jnp.floor(turns + 0.5))
-    square, series = x * x, jnp.full(x.shape, SINE[-1])
+    square = x * x
+    series = jnp.full(x.shape, SINE[-1])
     for factor in reversed(SINE[:-1]):
         series = series * square + factor
     return x * series
@@ -178,8 +181,10 @@ def add_keys(refs, plan: Plan) -> None:
         index = lane.astype(jnp.int32)
         token = jnp.broadcast_to(refs.order[:, places].astype(jnp.float32), index.shape)
         turns = _take(rate, index) * token
-        cos, sin = _cosine(turns), _cosine(turns - 0.25)  # a sine is a cosine a quarter turn later
-        refs.waves[:rows, tokens], refs.waves[rows:, tokens] = cos, sin
+        cos = _cosine(turns)
+        sin = _cosine(turns - 0.25)  # a sine is a cosine a quarter turn later
+        refs.waves[:rows, tokens] = cos
+        refs.waves[rows:, tokens] = sin
 
     loop(plan.tile // LANES, wave)
     loop(plan.lane_groups, lambda group: _add_group(refs, plan, group))
@@ -190,7 +195,9 @@ def _add_group(refs, plan: Plan, group) -> None:
     rows = padded(plan.spec.key_slots)
     # A channel has one scale and centre for all tokens. Their query rows are equal, and a gather
     # takes 8 of them.
-    scale, centre = (x[:8] for x in key_rows(refs, plan, group, 0))
+    scale, centre = key_rows(refs, plan, group, 0)
+    scale = scale[:8]
+    centre = centre[:8]
     for first in range(0, plan.tile, LANES):
         tokens = slice(first, first + LANES)
         value, lane, owner = split(refs.key_slots[:, tokens])
@@ -202,9 +209,8 @@ def _add_group(refs, plan: Plan, group) -> None:
         refs.changes[rows:, tokens] = change * refs.waves[rows:, tokens]
     for index in range(plan.blocks):
         # y and y~ as halves of one word: a single gather fetches both.
-        pairs = pltpu.pack_elementwise(
-            list(turned(refs, plan, group, index)), packed_dtype=jnp.bfloat16
-        )
+        y, partner = turned(refs, plan, group, index)
+        pairs = pltpu.pack_elementwise([y, partner], packed_dtype=jnp.bfloat16)
         for first in range(index * plan.block, (index + 1) * plan.block, LANES):
             refs.added[group, :, first : first + LANES] += _gathered(refs, plan, pairs, first)
 
@@ -215,12 +221,14 @@ def _gathered(refs, plan: Plan, pairs, first: int):
 
     `pairs` holds y in the lower and y~ in the upper halves of words, [M, 128]. The result is [M,
     128]."""
-    rows, tokens, total = padded(plan.spec.key_slots), slice(first, first + LANES), 0.0
+    rows = padded(plan.spec.key_slots)
+    tokens = slice(first, first + LANES)
 
     def row_of(ref, row: int):
         """Load one row onto the 8 rows of a register, as a gather wants it: [8, 128]."""
         return jnp.broadcast_to(ref[row : row + 1, tokens], (8, LANES))
 
+    total = 0.0
     for slot in range(plan.spec.key_slots):
         # Behind the values of all slots come their lanes.
         lane = row_of(refs.key_slots, rows + slot)

@@ -95,14 +95,15 @@ def packed_attention(
     if plan.tile % plan.block:
         raise ValueError(f"tiles of {plan.tile} tokens; want a multiple of {plan.block}")
     ends = tile_ends(start, stop, plan.tile, plan.slots, pages)
-    per_split, form = (
-        -(-plan.tiles // plan.splits),
-        "" if spec.rope is None else f"{spec.datatype}_pre_",
-    )
+    per_split = -(-plan.tiles // plan.splits)  # tiles
+    form = ""
+    if spec.rope is not None:
+        form = f"{spec.datatype}_pre_"
 
     def tile(row, split, step, ends):
         return fetched(row, split * per_split + step, ends)
 
+    rows = (plan.lane_groups, plan.rows)
     out, lse = invoke(
         functools.partial(kernel, per_split=per_split),
         plan,
@@ -110,7 +111,7 @@ def packed_attention(
         layer,
         ends,
         _operands(q, start, stop, body, plan, tile),
-        ((plan.lane_groups, plan.rows, plan.lanes), (plan.lane_groups, plan.rows, 1)),
+        ((*rows, plan.lanes), (*rows, 1)),
         _scratch(plan),
         name=f"packed_attention_{form}k{spec.key_bits}v{spec.value_bits}_{plan.tile}",
         interpret=interpret,
@@ -126,26 +127,32 @@ def _operands(
 
     P lane groups, M query rows of a lane group, W its lanes, N key groups of the tile, C rows of
     value scales."""
-    spec, group = plan.spec, q.shape[2] // plan.spec.kv_heads
+    spec = plan.spec
+    group = q.shape[2] // spec.kv_heads
     outliers = body.signposts is not None and (spec.key_slots > 0 or spec.value_slots > 0)
-    # Constants of a layer, [W], become [1, W]: registers have two axes.
-    scale, low = (x[None] if x.ndim == 1 else x for x in (body.key_scale, body.key_low))
+
+    def two_axes(x):
+        """Make [1, W] of constants of a layer, [W]: registers have two axes."""
+        return x[None] if x.ndim == 1 else x
+
+    scale = two_axes(body.key_scale)
+    low = two_axes(body.key_low)
     stored = body._replace(key_scale=scale, key_low=low, positions=None, signposts=None)
+    by_token = BY_TOKEN
+    if spec.key_channels:
+        by_token += KEYS_BY_TOKEN
     table, turns = _rope(body, plan)
     key, value = _signposts(body, plan)
     return {
         # [1, P, M, W] bf16, block-diagonal over the heads of a lane group; before RoPE with q~
         # beside it, 2W
         "queries": by_row(lane_queries(q, plan)),
-        "bounds": by_row(
-            row_bounds(start, stop, plan, group)
-        ),  # [1, M, 2] i32: first and last + 1 visible token
-        "order": constant(
-            jnp.asarray(plan.order[None], jnp.int32)
-        ),  # [1, block]: token of every lane
-        "onehot": constant(
-            jnp.asarray(plan.onehot, jnp.bfloat16)
-        ),  # [period, period]: brings scales into lane order
+        # [1, M, 2] i32: first and last + 1 visible token
+        "bounds": by_row(row_bounds(start, stop, plan, group)),
+        # [1, block]: token of every lane
+        "order": constant(jnp.asarray(plan.order[None], jnp.int32)),
+        # [period, period]: brings scales into lane order
+        "onehot": constant(jnp.asarray(plan.onehot, jnp.bfloat16)),
         # [block, 2W] bf16 or f32: cos | sin of tokens counted from the block's first
         "table": None if table is None else constant(table),
         # [rows, N] bf16: key groups of the tokens of a slab (`keys`)
@@ -159,7 +166,7 @@ def _operands(
         # [1, W] f32: turns per position of every lane
         "rates": constant(jnp.asarray(tpu_outliers.rates(plan))) if outliers else None,
         # words [1, 1, rows, P*W], scales [1, 1, N, P*W] and [1, 1, C, S]
-        "body": of_body(stored, plan, tile, BY_TOKEN + KEYS_BY_TOKEN * bool(spec.key_channels)),
+        "body": of_body(stored, plan, tile, by_token),
     }
 
 
@@ -176,29 +183,33 @@ def _signposts(body: PackedBody, plan: Plan) -> tuple[Operand | None, ...]:
     scalars."""
     if body.signposts is None:
         return None, None
-    pairs = zip(body.signposts, (plan.spec.key_bits, plan.spec.value_bits), strict=True)
-    return tuple(
-        constant(pair_table(x, bits)) if plan.paired else scalars(x[None]) for x, bits in pairs
-    )
+    operands = []
+    widths = (plan.spec.key_bits, plan.spec.value_bits)
+    for numbers, bits in zip(body.signposts, widths, strict=True):
+        if plan.paired:
+            operands.append(constant(pair_table(numbers, bits)))
+        else:
+            operands.append(scalars(numbers[None]))
+    return tuple(operands)
 
 
 def _outermost(body: PackedBody) -> Float[Array, "2 2"]:
     """Return the lowest and the highest signpost of keys and of values, rounded to bfloat16 as
     codes read them."""
-    tables = body.signposts or ()
-    return jnp.stack(
-        [x.astype(jnp.bfloat16).astype(jnp.float32)[jnp.array([0, -1])] for x in tables]
-    )
+    outermost = []
+    for numbers in body.signposts or ():
+        rounded = numbers.astype(jnp.bfloat16).astype(jnp.float32)
+        outermost.append(rounded[jnp.array([0, -1])])
+    return jnp.stack(outermost)
 
 
 def _scratch(plan: Plan) -> dict:
     """Declare working memory. S tokens of the tile, P*W all channels, N key groups, C rows of value
     scales."""
-    spec, shape = plan.spec, (plan.lane_groups, plan.rows)
-    scales, factors = (
-        (plan.tile * plan.value_rows // LANES, LANES),
-        (spec.width * plan.key_rows // LANES, LANES),
-    )
+    spec = plan.spec
+    shape = (plan.lane_groups, plan.rows)
+    scales = (plan.tile * plan.value_rows // LANES, LANES)
+    factors = (spec.width * plan.key_rows // LANES, LANES)
     buffers = {
         "peak": memory(*shape, 1),  # running maximum
         "total": memory(*shape, 1),  # running sum of the softmax weights
@@ -211,17 +222,18 @@ def _scratch(plan: Plan) -> dict:
         "zeros": memory(*factors),  # key minima likewise, less the offset of the codes
     }
     if plan.slabs:
-        rows = tpu_keys.patterns(plan).shape[0]  # scales and minima of the keys of a slab (`keys`)
-        buffers |= dict.fromkeys(
-            ("slab_scales", "slab_zeros"), memory(rows, spec.width, dtype=jnp.bfloat16)
-        )
-    if spec.key_factors:  # [S/128 * F, 128]: what a token's keys are multiplied by, in lane order
+        # Scales and minima of the keys of a slab (`keys`).
+        rows = tpu_keys.patterns(plan).shape[0]
+        slabs = memory(rows, spec.width, dtype=jnp.bfloat16)
+        buffers |= {"slab_scales": slabs, "slab_zeros": slabs}
+    if spec.key_factors:
+        # [S/128 * F, 128]: what a token's keys are multiplied by, in lane order
         buffers["token_factors"] = memory(plan.tile * spec.key_factors // LANES, LANES)
-    if (
-        spec.key_channels
-    ):  # [S/128 * K, 128]: scales and minima of a token's keys, times D^-1/2 log2(e)
+    if spec.key_channels:
+        # [S/128 * K, 128]: scales and minima of a token's keys, times D^-1/2 log2(e)
         keys = memory(plan.tile * spec.kv_heads // LANES, LANES)
         return buffers | {"key_scales": keys, "key_lows": keys}
-    if spec.value_factors:  # [P*W/128 * N, 128]: what the values of a key group are multiplied by
+    if spec.value_factors:
+        # [P*W/128 * N, 128]: what the values of a key group are multiplied by
         buffers["channel_factors"] = memory(*factors)
     return buffers | tpu_outliers.scratch(plan)

@@ -80,13 +80,16 @@ def angles(positions: Int[Array, " n"], rates: np.ndarray) -> Float[Array, "n C"
 
     Returns:
         Angles in radians, which equal position times rate but for full turns."""
-    high, low = (
-        x[:, None].astype(jnp.float32) for x in (positions >> DIGIT, positions & (1 << DIGIT) - 1)
-    )
+    high = positions >> DIGIT
+    low = positions & (1 << DIGIT) - 1
+    high = high[:, None].astype(jnp.float32)
+    low = low[:, None].astype(jnp.float32)
     # The turn of 2^DIGIT positions is reduced to less than a full turn on the host, in float64,
     # which loses no digit.
     turn = (1 << DIGIT) * rates % (2 * np.pi)
-    return high * turn[None].astype(np.float32) + low * rates[None].astype(np.float32)
+    of_high = turn[None].astype(np.float32)
+    of_low = rates[None].astype(np.float32)
+    return high * of_high + low * of_low
 
 
 def turns(positions: Int[Array, " n"], plan) -> Float[Array, "tiles rows 128"]:
@@ -108,12 +111,14 @@ def turns(positions: Int[Array, " n"], plan) -> Float[Array, "tiles rows 128"]:
         raise ValueError(
             f"positions of every {stretch} tokens; this kernel takes {plan.block} in a row"
         )
+    # The first position of every block, [n, blocks of a stretch].
     first = positions[:, None] + jnp.arange(0, stretch, plan.block, dtype=positions.dtype)[None]
     turn = angles(first.reshape(-1), _across(plan.frequencies, plan)[0])
     cells = jnp.concatenate([jnp.cos(turn), jnp.sin(turn)], axis=1)
     # The last tile may reach beyond the last block. No query sees a token of the blocks that are
     # padded here.
-    cells = jnp.pad(cells, ((0, plan.tiles * plan.blocks - len(cells)), (0, 0)))
+    missing = plan.tiles * plan.blocks - len(cells)
+    cells = jnp.pad(cells, ((0, missing), (0, 0)))
     return cells.reshape(plan.tiles, -1, LANES)
 
 
@@ -128,15 +133,20 @@ def turned(refs, plan, group, index):
     Returns:
         y and y~, [M, W] float32 each."""
     # q~ is stored beside q. Swapping halves here would move numbers between lanes.
-    parts = [pl.ds(i * plan.lanes, plan.lanes) for i in range(2)]
-    q, partner = (refs.queries[0, group, :, part].astype(jnp.float32) for part in parts)
-    # Block `index` has `columns` rows of cos (i = 0), then the same number of sin (i = 1).
+    q = refs.queries[0, group, :, pl.ds(0, plan.lanes)].astype(jnp.float32)
+    partner = refs.queries[0, group, :, pl.ds(plan.lanes, plan.lanes)].astype(jnp.float32)
     columns = plan.lanes // LANES
-    rows = (
-        [refs.turns[0, pl.ds((2 * index + i) * columns + n, 1)] for n in range(columns)]
-        for i in range(2)
-    )
-    cos, sin = (jnp.broadcast_to(jnp.concatenate(row, axis=1), q.shape) for row in rows)
+
+    def of_block(i: int):
+        """Load the cos (`i` 0) or sin (1) of block `index`, which has `columns` rows of each."""
+        pieces = []
+        for n in range(columns):
+            row = (2 * index + i) * columns + n
+            pieces.append(refs.turns[0, pl.ds(row, 1)])
+        return jnp.broadcast_to(jnp.concatenate(pieces, axis=1), q.shape)
+
+    cos = of_block(0)
+    sin = of_block(1)
     return q * cos + partner * sin, partner * cos - q * sin
 
 
@@ -160,6 +170,5 @@ def rotated(codes, refs, plan: Plan, place: Place, index, i: int):
     # multiplied by its own rows of the table. Both are then packed into words again.
     low, high = halves(codes, refs, plan, place, index, i)
     first, second = jnp.split(cells, 2)
-    return jnp.concatenate(
-        [packed(low * first[:, part], high * second[:, part]) for part in parts], axis=1
-    )
+    turned_keys = [packed(low * first[:, part], high * second[:, part]) for part in parts]
+    return jnp.concatenate(turned_keys, axis=1)

@@ -27,10 +27,13 @@ def pair_order(base: int, block: int) -> np.ndarray:
     """Return the token at each position of `block` tokens that are unpacked in pairs, [block]:
     planes 2j and 2j + 1 alternate."""
     planes = 32 // base
-    # (pair of planes, row of words, member of the pair)
+    # Axes: pair of planes, row of words, member of the pair.
     plane = np.arange(planes).reshape(-1, 1, 2)
-    order = (plane * PLANE + np.arange(PLANE)[None, :, None]).reshape(-1)
-    return (np.arange(0, block, order.size)[:, None] + order[None]).reshape(-1)
+    row = np.arange(PLANE)[None, :, None]
+    order = (plane * PLANE + row).reshape(-1)
+    # The order repeats itself for every stretch of tokens that share words.
+    first = np.arange(0, block, order.size)
+    return (first[:, None] + order[None]).reshape(-1)
 
 
 def _places(bits: int) -> list[tuple[int, int, int]]:
@@ -42,9 +45,13 @@ def _places(bits: int) -> list[tuple[int, int, int]]:
     Returns:
         (bits of the set, lowest bit of the code that the set holds, first bit of the set's region),
         for every plane set."""
-    base, low, places = split_bits(bits)[0], 0, []
-    for i, part in enumerate(split_bits(bits)):
-        places.append((part, low, 2 * base * i))
+    parts = split_bits(bits)
+    base = parts[0]
+    places = []
+    low = 0
+    for i, part in enumerate(parts):
+        region = 2 * base * i
+        places.append((part, low, region))
         low += part
     return places
 
@@ -65,14 +72,14 @@ def pair_table(signposts: jax.Array, bits: int) -> jax.Array:
 
     def code(member: int):
         """Take the first (0) or second code (1) out of every index."""
-        return sum(
-            (index >> region + base * member & (1 << part) - 1) << low
-            for part, low, region in _places(bits)
-        )
+        codes = np.zeros_like(index)
+        for part, low, region in _places(bits):
+            bits_of_set = (index >> region + base * member) & ((1 << part) - 1)
+            codes |= bits_of_set << low
+        return codes
 
-    halves = jax.lax.bitcast_convert_type(signposts.astype(jnp.bfloat16), jnp.uint16).astype(
-        jnp.uint32
-    )
+    rounded = signposts.astype(jnp.bfloat16)
+    halves = jax.lax.bitcast_convert_type(rounded, jnp.uint16).astype(jnp.uint32)
     row = halves[code(0)] | (halves[code(1)] << jnp.uint32(16))
     return jnp.broadcast_to(row[None], (8, row.size))
 
@@ -89,7 +96,8 @@ def chunks(words: list[jax.Array], bits: int, table, paired: bool):
     for block in spread_sets(words, bits, base):
         if paired:
             for first in range(0, 32, 2 * base):
-                yield pltpu.bitcast(gathered(_pair_index(block, bits, first), table), jnp.bfloat16)
+                index = _pair_index(block, bits, first)
+                yield pltpu.bitcast(gathered(index, table), jnp.bfloat16)
         else:
             for first in range(0, 16, base):
                 yield _selected(block, bits, first, table)
@@ -103,23 +111,26 @@ def _selected(block, bits: int, first: int, table) -> jax.Array:
         half = pltpu.bitcast(words >> jnp.uint32(first), jnp.int16)
         is_set += [(half & jnp.int16(1 << i)) != 0 for i in range(part)]
     numbers = [jnp.full((1, 1), table[0, i]).astype(jnp.bfloat16) for i in range(1 << bits)]
-    chosen = [jnp.broadcast_to(x, is_set[0].shape) for x in numbers]
+    candidates = [jnp.broadcast_to(x, is_set[0].shape) for x in numbers]
     # Each bit halves the candidates: the lowest bit decides between neighbours.
     for mask in is_set:
-        chosen = [
-            jnp.where(mask, high, low) for low, high in zip(chosen[::2], chosen[1::2], strict=True)
-        ]
-    return chosen[0]
+        neighbours = zip(candidates[::2], candidates[1::2], strict=True)
+        candidates = [jnp.where(mask, high, low) for low, high in neighbours]
+    return candidates[0]
 
 
 def _pair_index(block, bits: int, first: int) -> jax.Array:
     """Return the index of the pair of codes that begins `first` bits up in every word."""
-    base, index = split_bits(bits)[0], jnp.uint32(0)
+    base = split_bits(bits)[0]
+    index = jnp.uint32(0)
     for words, (part, _, region) in zip(block, _places(bits), strict=True):
         both_codes = 1 | 1 << base  # a factor that repeats a mask `base` bits further up
         mask = ((1 << part) - 1) * both_codes << region
-        shift = first - region
-        shifted = words >> jnp.uint32(shift) if shift >= 0 else words << jnp.uint32(-shift)
+        shift = first - region  # down, or up where the region lies higher than the codes
+        if shift >= 0:
+            shifted = words >> jnp.uint32(shift)
+        else:
+            shifted = words << jnp.uint32(-shift)
         index = index | (shifted & jnp.uint32(mask))
     return index.astype(jnp.int32)
 
@@ -127,12 +138,13 @@ def _pair_index(block, bits: int, first: int) -> jax.Array:
 def gathered(index: jax.Array, table) -> jax.Array:
     """Return table[index], [rows, W] like `index`. It is looked up one register, 8 rows of 128
     lanes, at a time."""
+    height, width = index.shape
     rows = []
-    for row in range(0, index.shape[0], 8):
-        pieces = [
-            _look_up(index[row : row + 8, i : i + MOST_ENTRIES], table)
-            for i in range(0, index.shape[1], MOST_ENTRIES)
-        ]
+    for row in range(0, height, 8):
+        pieces = []
+        for lane in range(0, width, MOST_ENTRIES):
+            register = index[row : row + 8, lane : lane + MOST_ENTRIES]
+            pieces.append(_look_up(register, table))
         rows.append(jnp.concatenate(pieces, axis=1))
     return jnp.concatenate(rows)
 
@@ -144,8 +156,6 @@ def _look_up(index: jax.Array, table) -> jax.Array:
         return jnp.take_along_axis(table[...], index, **take)
     # A gather reaches 128 lanes. A table of 256 entries is gathered from twice.
     within = index & jnp.int32(MOST_ENTRIES - 1)
-    low, high = (
-        jnp.take_along_axis(table[:, i : i + MOST_ENTRIES], within, **take)
-        for i in (0, MOST_ENTRIES)
-    )
+    low = jnp.take_along_axis(table[:, :MOST_ENTRIES], within, **take)
+    high = jnp.take_along_axis(table[:, MOST_ENTRIES:], within, **take)
     return jnp.where(index >= MOST_ENTRIES, high, low)

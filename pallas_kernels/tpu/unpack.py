@@ -63,9 +63,11 @@ def token_order(base: int, ways: int, block: int) -> np.ndarray:
     # The axes of what `chunks` yields are (chunk, row of words, field). Field f of chunk c has
     # plane c + f*parts, and row r has token r of each plane of 32 tokens.
     plane = np.arange(parts)[:, None, None] + np.arange(ways)[None, None] * parts
-    order = (plane * PLANE + np.arange(PLANE)[None, :, None]).reshape(-1)
+    row = np.arange(PLANE)[None, :, None]
+    order = (plane * PLANE + row).reshape(-1)
     # The order repeats itself for every `order.size` tokens.
-    return (np.arange(0, block, order.size)[:, None] + order[None]).reshape(-1)
+    first = np.arange(0, block, order.size)
+    return (first[:, None] + order[None]).reshape(-1)
 
 
 def _repeated(field: int, ways: int) -> jax.Array:
@@ -81,21 +83,27 @@ def _spread(words: jax.Array, bits: int, base: int) -> list[jax.Array]:
         return [words]
     # Each half of the word becomes a word of its own, in which codes are 2*bits apart. As many
     # doublings as are needed follow by recursion.
-    halves, run = [words & jnp.uint32(0xFFFF), words >> jnp.uint32(16)], 16
+    halves = [words & jnp.uint32(0xFFFF), words >> jnp.uint32(16)]
     # The half begins as one run of 16 bits. In each turn every run is cut in two, and the upper
     # part moves up by its own length, until a run is one code.
+    run = 16
     while run > bits:
         run //= 2
         mask = _repeated((1 << run) - 1, 16 // run)
         halves = [(half | (half << jnp.uint32(run))) & mask for half in halves]
-    return [wide for half in halves for wide in _spread(half, 2 * bits, base)]
+    wide = []
+    for half in halves:
+        wide += _spread(half, 2 * bits, base)
+    return wide
 
 
 def _moved(words: jax.Array, shift: int) -> jax.Array:
     """Shift words right, or left where `shift` is negative."""
     if shift == 0:
         return words
-    return words >> jnp.uint32(shift) if shift > 0 else words << jnp.uint32(-shift)
+    if shift > 0:
+        return words >> jnp.uint32(shift)
+    return words << jnp.uint32(-shift)
 
 
 def _fields(sets, bits: int, first: int, ways: int) -> jax.Array:
@@ -106,7 +114,8 @@ def _fields(sets, bits: int, first: int, ways: int) -> jax.Array:
     # Each plane set holds some bits of every code, the first set the lowest ones. They go side by
     # side from `low` up.
     for words, part in zip(sets, split_bits(bits), strict=True):
-        codes.append(_moved(words, first - low) & _repeated(((1 << part) - 1) << low, ways))
+        mask = ((1 << part) - 1) << low
+        codes.append(_moved(words, first - low) & _repeated(mask, ways))
         low += part
     word = functools.reduce(operator.or_, codes)
     if ways == 2:
@@ -124,7 +133,10 @@ def spread_sets(words: list[jax.Array], bits: int, base: int):
     sets = []
     for rows, part in zip(words, split_bits(bits), strict=True):
         blocks = [rows[first : first + PLANE] for first in range(0, rows.shape[0], PLANE)]
-        sets.append([wide for block in blocks for wide in _spread(block, part, base)])
+        wide = []
+        for block in blocks:
+            wide += _spread(block, part, base)
+        sets.append(wide)
     return zip(*sets, strict=True)
 
 

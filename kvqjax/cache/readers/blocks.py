@@ -43,17 +43,25 @@ def attend_by_blocks(call: BodyCall, carry: Carry) -> tuple[Partial, Carry]:
 
     Returns:
         (attention to the body, the carry of this layer)."""
-    run, (batch, length, heads, _) = call.view.run, call.q.shape
+    run = call.view.run
+    batch, length, heads, _ = call.q.shape
+    size = run.reading
     # Few queries read several blocks at a time where operations between blocks cost much.
-    size = few_block(run, batch, length * heads) if length < MANY_QUERIES else run.reading
+    if length < MANY_QUERIES:
+        size = few_block(run, batch, length * heads)
     lanes = _meets_all_lanes(call)
+    mixed = None
     # Queries that meet the channels of all heads take the keys' transform between heads in the same
     # product.
-    mixed = run.wiring.fast.mixed if lanes and run.lanes > 1 else None
+    if lanes and run.lanes > 1:
+        mixed = run.wiring.fast.mixed
+    read, first, last = body_blocks(call.view, call.tokens, size, call.shared, mixed)
     return blockwise_attention(
         call.q,
         call.kv_heads,
-        *body_blocks(call.view, call.tokens, size, call.shared, mixed),
+        read,
+        first,
+        last,
         carry,
         width=None if call.shared is None else call.shared.width,
         lanes=lanes,
@@ -81,43 +89,44 @@ def body_blocks(
         (read, first, last). `read(j, carry)` gives keys [B, size, K, D], values [B, size, K, D] (or
         [B, size, 1, N] of `shared`), mask [B, T, size] and the whole carry, of which block j is
         this layer's. Blocks `first` to `last` - 1 hold tokens that some query sees."""
-    run, body = view.run, body_view(view, tokens)
+    run = view.run
+    body = body_view(view, tokens)
     constants = run.wiring.maps.prepare(view.constants)
+    waves = None
     # Of consecutive positions, a CPU makes cosines and sines of a block from those of its first
     # position.
-    waves = run.wiring.fast.waves(size) if run.wiring.fast.waves and body.together else None
+    if run.wiring.fast.waves and body.together:
+        waves = run.wiring.fast.waves(size)
 
     def read(j, carry):
         slot = body.at(j, size)
         payload = payload_of(run, view.state, view.layer, slot, size, view.pages)
-        # The layer below's carry of the block goes in, this layer's comes out.
-        part = {
-            name: jax.lax.dynamic_slice_in_dim(array, slot, size, 1)
-            for name, array in carry.items()
-        }
-        sources, part = run.wiring.maps.decode(constants, payload, part)
-        if (
-            mixed is not None
-        ):  # nothing uses the decoded keys then, so that XLA leaves their decoding out
+        below = {}  # the layer below's carry of the block
+        for name, array in carry.items():
+            below[name] = jax.lax.dynamic_slice_in_dim(array, slot, size, 1)
+        sources, made = run.wiring.maps.decode(constants, payload, below)
+        if mixed is not None:
+            # Nothing uses the decoded keys then, so that XLA leaves their decoding out.
             sources = sources | {"k": mixed.read(payload["k"])}
         sources = {name: saturated(x, view.new[name].dtype) for name, x in sources.items()}
         # Where the body is not whole blocks of `size`, the last one begins earlier, within the one
         # before it.
         start = j * size if run.slots_here % size else slot
-        carry = {
-            name: put_into_carry(array, part[name], slot, start) for name, array in carry.items()
-        }
+        # This layer's carry of the block takes the place of the layer below's.
+        above = {}
+        for name, array in carry.items():
+            above[name] = put_into_carry(array, made[name], slot, start)
         positions, valid = body.places(j, size)
-        k, v = expanded(view, sources, positions if waves is None else waves(positions), body=True)
-        if (
-            shared is not None
-        ):  # nothing uses the decoded values then, so that XLA leaves their decoding out
-            v = saturated(
-                shared.read(view.weights, view.constants, payload, sources)[:, :, None], v.dtype
-            )
-        return k, v, seen(view, tokens, positions, valid), carry
+        places = positions if waves is None else waves(positions)
+        k, v = expanded(view, sources, places, body=True)
+        if shared is not None:
+            # Nothing uses the decoded values then, so that XLA leaves their decoding out.
+            vectors = shared.read(view.weights, view.constants, payload, sources)
+            v = saturated(vectors[:, :, None], v.dtype)
+        return k, v, seen(view, tokens, positions, valid), above
 
-    return read, *body.blocks(size)
+    first, last = body.blocks(size)
+    return read, first, last
 
 
 def put_into_carry(carry, part, slot, start):
@@ -136,9 +145,11 @@ def put_into_carry(carry, part, slot, start):
 
     Returns:
         The carry with the block's."""
-    part, size = saturated(part, carry.dtype), part.shape[1]
+    part = saturated(part, carry.dtype)
+    size = part.shape[1]
     # Identity, not equality: both may be traced numbers. Bodies of whole blocks need no select.
     if start is not slot:
         stored = jax.lax.dynamic_slice_in_dim(carry, slot, size, 1)
-        part = jnp.where((slot + jnp.arange(size) < start)[None, :, None], stored, part)
+        is_written = slot + jnp.arange(size) < start
+        part = jnp.where(is_written[None, :, None], stored, part)
     return jax.lax.dynamic_update_slice_in_dim(carry, part, slot, 1)

@@ -100,14 +100,14 @@ def xquant_cl(
         return high_bits if number < protected else bits
 
     loop = {"axis": axis, "accumulator": store, "space": space, **shared}
-    below = [(i, LayerInput(bits=bits_of(i), **shared)) for i in first_layers("base", base)]
-    start = [(base, CrossLayer(start=True, bits=bits_of(base), **loop))]
-    higher = first_layers("protected", protected)[base + 1 :]
-    above = [(i, CrossLayer(start=False, bits=high_bits, **loop)) for i in higher]
+    overrides: list[tuple[int, LayerSpec]] = []
+    for number in first_layers("base", base):
+        overrides.append((number, LayerInput(bits=bits_of(number), **shared)))
+    overrides.append((base, CrossLayer(start=True, bits=bits_of(base), **loop)))
+    for number in first_layers("protected", protected)[base + 1 :]:
+        overrides.append((number, CrossLayer(start=False, bits=high_bits, **loop)))
     layer = CrossLayer(start=False, bits=bits, **loop)
-    return Method(
-        name="xquant_cl", layer=layer, sinks=sinks, overrides=tuple(below + start + above)
-    )
+    return Method(name="xquant_cl", layer=layer, sinks=sinks, overrides=tuple(overrides))
 
 
 # ---- Differences, and the accumulator that flows upwards ----
@@ -127,7 +127,9 @@ class Difference(NamedTuple):
     def read_in(self) -> tuple[str, ...] | None:
         """Name the dtypes in which keys and values are made of the accumulator as it is stored
         (`Chain.read_in`)."""
-        return None if self.accumulator == "float32" else (self.accumulator,)
+        if self.accumulator == "float32":
+            return None
+        return (self.accumulator,)
 
     def add(
         self, constants: dict, step: Float[Array, "u R"], below: Float[Array, "u E"]
@@ -148,7 +150,8 @@ class Difference(NamedTuple):
         if self.latent:
             step = jnp.einsum("tr,er->te", step, constants["down"].astype(jnp.float32))
         x = step if self.start else below.astype(jnp.float32) + step
-        return x, saturated(_stored_accumulator(x, self.accumulator, self.group), below.dtype)
+        stored = _stored_accumulator(x, self.accumulator, self.group)
+        return x, saturated(stored, below.dtype)
 
     def take(
         self, constants: dict, x: Float[Array, "u E"], below: Float[Array, "u E"]
@@ -214,13 +217,11 @@ class CrossLayer:
     scales: str = "bfloat16"
 
     def __post_init__(self):
-        for name, values in (
-            ("axis", ("token", "channel")),
-            ("accumulator", ACCUMULATORS),
-            ("space", SPACES),
-        ):
-            if getattr(self, name) not in values:
-                raise UserError(f"{name}={getattr(self, name)!r}; known: {', '.join(values)}")
+        known = {"axis": ("token", "channel"), "accumulator": ACCUMULATORS, "space": SPACES}
+        for name, values in known.items():
+            value = getattr(self, name)
+            if value not in values:
+                raise UserError(f"{name}={value!r}; known: {', '.join(values)}")
 
     def admit(self, other: LayerSpec) -> LayerSpec:
         """Take a layer of keys and values among those of the loop, with their window and unit. The
@@ -228,14 +229,20 @@ class CrossLayer:
         below."""
         if not isinstance(other, KeysAndValues):
             return other
-        return dataclasses.replace(
-            other, window=self.window, unit=value_or(self.group, UNIT), clocks=()
-        )
+        unit = value_or(self.group, UNIT)
+        return dataclasses.replace(other, window=self.window, unit=unit, clocks=())
 
     def uses_latents(self, config: KVShape) -> bool:
-        return not self.start and (prefers_latents(config) if self.latent is None else self.latent)
+        """Say whether differences are stored as coordinates in U. The base layer's input never
+        is."""
+        if self.start:
+            return False
+        if self.latent is None:
+            return prefers_latents(config)
+        return self.latent
 
     def build(self, config: KVShape) -> Wiring:
+        """Wire the layer. Raises UserError for shapes and groups that do not fit."""
         latent = self.uses_latents(config)
         along = "tokens" if self.axis == "channel" and not self.start else "channels"
         if config.window is not None:
@@ -252,12 +259,11 @@ class CrossLayer:
         unit = value_or(self.group, UNIT)
         group = unit if along == "tokens" else value_or(self.group, fitting_group(width))
         codec = quantiser(self.bits, along, group, self.scales, width).build(width)
-        return _wired(
-            config,
-            codec._replace(needs={"down": (full, width)}) if latent else codec,
-            Clock(("x",), self.window, unit),
-            Difference(self.start, latent, self.accumulator, self.space, accumulator_group),
-        )
+        if latent:
+            codec = codec._replace(needs={"down": (full, width)})
+        clock = Clock(("x",), self.window, unit)
+        difference = Difference(self.start, latent, self.accumulator, self.space, accumulator_group)
+        return _wired(config, codec, clock, difference)
 
 
 def _wired(config: KVShape, codec: Codec, clock: Clock, difference: Difference) -> Wiring:
@@ -266,9 +272,12 @@ def _wired(config: KVShape, codec: Codec, clock: Clock, difference: Difference) 
 
     With differences of the residual stream, a second source holds 1 / RMS of every token for the
     norm at reading."""
-    residual, width = difference.space == "residual", input_width(config)
-    codecs = {"x": codec} | ({"inverse_rms": _scalar_codec()} if residual else {})
-    sources = {"x": width} | ({"inverse_rms": 1} if residual else {})
+    width = input_width(config)
+    codecs = {"x": codec}
+    sources = {"x": width}
+    if difference.space == "residual":
+        codecs["inverse_rms"] = _scalar_codec()
+        sources["inverse_rms"] = 1
 
     def encode(constants, tile, carry):
         basis = constants.get("x", {})
@@ -281,8 +290,13 @@ def _wired(config: KVShape, codec: Codec, clock: Clock, difference: Difference) 
     def decode(constants, payload, carry):
         basis = constants.get("x", {})
         recon = {name: codecs[name].decode({}, x) for name, x in payload.items()}
-        # [B, n, W] -> [B * n / unit, unit, W]: the tiles in which the tokens were encoded
-        steps, below = (a.reshape(-1, clock.unit, a.shape[-1]) for a in (recon["x"], carry["x"]))
+
+        def tiles(a):
+            """Reshape [B, n, W] to [B * n / unit, unit, W]: as the tokens were encoded."""
+            return a.reshape(-1, clock.unit, a.shape[-1])
+
+        steps = tiles(recon["x"])
+        below = tiles(carry["x"])
 
         # A loop also where there is no matrix product. XLA would compute a plain sum once more
         # inside the users of Xhat, from the accumulator that it is about to overwrite, and would
@@ -305,15 +319,11 @@ def _wired(config: KVShape, codec: Codec, clock: Clock, difference: Difference) 
         shape = carry["x"].shape
         return recon | {"x": x.reshape(shape)}, {"x": carried.reshape(shape)}
 
+    capture = _capture(config, difference.space)
+    expand = _expand(config, difference.space)
     return Wiring(
         Storage(sources, codecs, (clock._replace(sources=tuple(sources)),)),
-        Maps(
-            _capture(config, difference.space),
-            encode,
-            decode,
-            _expand(config, difference.space),
-            turned=(),
-        ),
+        Maps(capture, encode, decode, expand, turned=()),
         chain=Chain({"x": width}, read_in=difference.read_in),
         fast=Fast(shared=_shared(config, difference.space)),
         calibration=Calibration(fit=FIT),
@@ -325,6 +335,8 @@ def _wired(config: KVShape, codec: Codec, clock: Clock, difference: Difference) 
 
 
 def _capture(config: KVShape, space: str):
+    """Make the function that takes a layer's sources from what it computed."""
+
     def capture(weights, constants, projected, positions):
         if space == "norm":
             return {"x": projected.x}
@@ -352,7 +364,8 @@ def _scalar_codec() -> Codec:
 
 def _normed(weights, sources, config: KVShape, space: str):
     """Give the layer's input after the attention norm, from Xhat [B, n, E]."""
-    x, dtype = sources["x"], weights["k"].dtype
+    x = sources["x"]
+    dtype = weights["k"].dtype
     if space == "norm":
         return x
     # The norm divides by the RMS of the exact token. The RMS of Xhat would contain Xhat's stale
@@ -360,22 +373,28 @@ def _normed(weights, sources, config: KVShape, space: str):
     x = (x.astype(jnp.float32) * sources["inverse_rms"].astype(jnp.float32)).astype(dtype)
     gain = weights["attn_norm"][None, None]
     if config.norm_offset:
-        return (x.astype(jnp.float32) * (gain.astype(jnp.float32) + config.norm_offset)).astype(
-            dtype
-        )
+        wide_x = x.astype(jnp.float32)
+        wide_gain = gain.astype(jnp.float32) + config.norm_offset
+        return (wide_x * wide_gain).astype(dtype)
     return x * gain
 
 
 def _expand(config: KVShape, space: str):
+    """Make the function that computes keys and values from sources."""
+
     def expand(weights, constants, sources, positions):
         x = _normed(weights, sources, config, space)
-        k, v = (times(x, weights[name], weights["k"].dtype) for name in ("k", "v"))
+        dtype = weights["k"].dtype
+        k = times(x, weights["k"], dtype)
+        v = times(x, weights["v"], dtype)
         return attended(k, v, weights, positions, config)
 
     return expand
 
 
 def _shared(config: KVShape, space: str):
+    """Make the reader that sums inputs before they are multiplied by the matrix of values."""
+
     def read(weights, constants, payload, sources):
         return _normed(weights, sources, config, space)
 
