@@ -131,7 +131,7 @@ def test_generation_chooses_and_changes_no_token(monkeypatch):
     assert loop.decode_steps._cache_size() == 2  # the whole capacity is one of them
 
 
-SPANS = ("kvquant", "commvq", "xquant-latents", "higgs:bits=2,buffer=32")
+SPANS = ("kvquant", "klt-own", "commvq", "xquant-latents", "higgs:bits=2,buffer=32")
 ROWS = (700, 90, 0, 301)
 
 
