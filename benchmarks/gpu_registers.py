@@ -21,7 +21,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent))
 
 RECORD = Path(__file__).parent / "records" / "gpu_registers.json"
-# Form, bits, channels of a head, and whether groups have 32; fewer than 8 query rows are padded to 8.
+# Form, bits, channels of a head, and whether groups have 32; fewer than 8 query rows are padded to
+# 8.
 CASES = {
     f"{form}-{bits}": (form, bits, 128, False)
     for form in ("kivi", "kivi_star", "kvquant")

@@ -40,7 +40,8 @@ from kvqjax.codecs.commvq_values import (
     normalise,
 )
 
-SAMPLE = 8192  # values for components and regressions: 4 for every row of the codebook at W = 1024 and 2 bits
+# Values for components and regressions: 4 for every row of the codebook at W = 1024 and 2 bits
+SAMPLE = 8192
 # The factor s of the logits, in units of 1 / (standard deviation of the component). Training adds
 # noise with a standard deviation of 1.8 (the difference of two Gumbel variables), which is small
 # beside it.

@@ -36,7 +36,8 @@ from kvqjax.codecs.commvq_values import EPS, CommVQValues, choice_bits, fold, lo
 from kvqjax.model.config import KVShape
 from kvqjax.ops.attention import segment_attention, visible, with_sinks
 
-Params = dict  # trained arrays of one layer: the codec's constants but "scale", with the codebook not yet folded
+# Trained arrays of one layer: the codec's constants but "scale", with the codebook not yet folded
+Params = dict
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

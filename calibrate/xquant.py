@@ -91,7 +91,8 @@ def constants(params: Params, config: ModelConfig, method: Method) -> tuple[dict
     for run in runs_for(method, config, dtype):
         numbers = range(run.first, run.first + run.count)
         layers = [_layer_constants(specs[run.first], params, number, config) for number in numbers]
-        # The shapes tell each constant's dtype. Constants of all layers of a run have the same names.
+        # The shapes tell each constant's dtype. Constants of all layers of a run have the same
+        # names.
         shapes = run.wiring.constants(run.count, dtype) if layers[0] else {}
         stacks.append(jax.tree.map(_stacked, shapes, *layers))
     return tuple(stacks)

@@ -16,7 +16,8 @@ DASHES = ("-", "--", ":", "-.")  # the second eight curves have the first eight 
 LINE = 22  # characters of a name in one line
 GAP = 3.0  # pixels between two names
 MARKER = 3.0  # pixels that a name keeps from the middle of lines and markers, beside GAP
-NEAR = 0.6  # a curve that ends left of this share of the axes' width is named beside it, where there is room
+# A curve that ends left of this share of the axes' width is named beside it, where there is room
+NEAR = 0.6
 COLUMN = 1.03  # where the column begins, in widths of the axes
 
 # Where a name may stand beside an end: offset in points, and which edge of the name is there. The

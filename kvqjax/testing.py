@@ -46,7 +46,9 @@ def __dir__() -> list[str]:
 
 
 ROWS, LENGTH, CAPACITY, PIECE = 2, 192, 256, 64
-SUMS = 2e-4  # float32 sums of a few hundred terms of size about 1 in another order, through two layers and the head
+# float32 sums of a few hundred terms of size about 1 in another order, through two layers and the
+# head
+SUMS = 2e-4
 
 
 def small_model(**changes) -> Model:

@@ -30,7 +30,8 @@ from jaxtyping import Array, Bool, Float, UInt
 from kvqjax.ops.packing.base import PLANE, split_bits
 
 MOST = 8  # queries of a KV head: for more, a product takes less time
-SUMS = 8  # partial sums side by side: a processor starts several additions before the first one is done
+# Partial sums side by side: a processor starts several additions before the first one is done
+SUMS = 8
 # The highest bit of a word, which is flipped before codes are cut out of it (`_Planes`).
 FLIP = np.uint32(1 << 31)
 

@@ -49,7 +49,9 @@ WORDS = (
 THETA = 5e5  # base of RoPE, as `small_config` has it
 LENGTHS = 640, 500  # tokens of each row before the new ones
 STEPS = 8  # tokens that are decoded
-TOKENS = 768  # random tokens made for each row: the prompt is cut from the first ones, the decoded ones are the last
+# Random tokens made for each row: the prompt is cut from the first ones, the decoded ones are the
+# last
+TOKENS = 768
 REFERENCE = {"layers": "unroll", "target": "cpu", "kernels": "off"}
 WORKERS = max(2, min(12, (os.cpu_count() or 2) - 4))  # processes on the host
 

@@ -16,9 +16,9 @@ from kvqjax.model.loading import Model
 
 BITS = ("bits", "key_bits", "value_bits")  # options that tuning chooses
 WIDTHS = (1, 2, 3, 4, 6, 8)  # of methods with whole bits
-# Of methods with fractional bits: how far from the budget, in quarters of a bit. Keys and values get
-# equal bits. With SmolLM2-135M and klt other pairs took 2 % off the estimated loss at 2.5 bits, and
-# single layers cost 400 times as much as others (2026-11-29).
+# Of methods with fractional bits: how far from the budget, in quarters of a bit. Keys and values
+# get equal bits. With SmolLM2-135M and klt other pairs took 2 % off the estimated loss at 2.5 bits,
+# and single layers cost 400 times as much as others (2026-11-29).
 STEPS = (-4, -2, -1, 0, 2, 4, 6, 8)
 APART = 1  # whole bits by which keys and values of a layer differ at most
 

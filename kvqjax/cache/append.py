@@ -68,7 +68,9 @@ Sources = dict  # source name -> array
 # The page of each row's first, second, ... `RunLayout.page` slots; -1: none.
 Pages = Int[Array, "B N"] | None
 MOST_AT_ONCE = 2048  # tokens of a tile
-IN_PAGES = 128  # tokens of a tile, at most, where it must end with a page: chunks of prompts begin at such multiples
+# Tokens of a tile, at most, where it must end with a page: chunks of prompts begin at such
+# multiples
+IN_PAGES = 128
 
 
 class Schedule(NamedTuple):

@@ -130,8 +130,10 @@ def stored_form(target: str) -> str:
 
 # New tokens of a row, at least, whose products are worth decoding large tiles for.
 MANY_QUERIES = 128
-MOST_ROWS = 128  # queries of a row, those of all heads, at most, that meet the channels of all heads in one product
-AT_ONCE = 16384  # tokens that a GPU decodes in one turn of a loop: few turns, but not a layer's whole body
+# Queries of a row, those of all heads, at most, that meet the channels of all heads in one product
+MOST_ROWS = 128
+# Tokens that a GPU decodes in one turn of a loop: few turns, but not a layer's whole body
+AT_ONCE = 16384
 
 
 class Deal(NamedTuple):
@@ -429,7 +431,8 @@ def _as_stored(ask: Ask) -> bool:
 
 
 def as_coefficients(ask: Ask) -> bool:
-    """Say whether few queries read coefficients. The tokens of a block must follow each other."""
+    """Say whether few queries read coefficients. The tokens of a block, or part, must follow each
+    other."""
     run = ask.run
     coefficients = run.wiring.fast.coefficients is not None
     return coefficients and is_linear(ask) and run.deal.parts == 1 and ask.length <= FEW_QUERIES

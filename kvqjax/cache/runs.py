@@ -280,7 +280,8 @@ CPU_LANES = 2**10
 # Numbers of the carry that are read at a time. On a TPU they are those of one array, which is held
 # in fast memory.
 CARRIED = {"tpu": 2**22, "gpu": 2**27}
-LEAST_PAGE = 128  # body tokens of a page, unless blocks are longer: a table's entry is then a small part of a page
+# Body tokens of a page, unless blocks are longer: a table's entry is then a small part of a page
+LEAST_PAGE = 128
 # KV heads, at most, for which a CPU multiplies queries by the channels of all heads. That takes as
 # many times the products of one head as there are heads.
 MOST_HEADS = 4
@@ -532,7 +533,8 @@ def chains(layout: CacheLayout) -> tuple[tuple[int, ...], ...]:
     return (tuple(range(len(runs))),)
 
 
-LEAST = 4096  # tokens of the longest row: reading shorter bodies costs less than reading the model's weights
+# Tokens of the longest row: reading shorter bodies costs less than reading the model's weights
+LEAST = 4096
 PROMISED_TOTALS = 16  # how many totals of all rows can be promised
 
 

@@ -36,7 +36,8 @@ STRIDE = 4  # tokens a call: the first call compiles, and the speed is that of t
 # --- A prompt that the bundled model continues ---
 
 BUNDLED = "demo"
-DEMO_PROMPT = "The baker came home after the rain."  # as in the everyday sentences that the bundled model has learnt
+# As in the everyday sentences that the bundled model has learnt
+DEMO_PROMPT = "The baker came home after the rain."
 LONG = 32768  # tokens of a cache in which the window hardly counts
 CAPACITY = 1024  # tokens of each cache
 NEW_TOKENS = 160  # of the continuation

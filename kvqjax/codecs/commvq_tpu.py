@@ -13,7 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, UInt
 
-CHUNK = 4  # rounds that one product sums: enough to fill matrix units, and so few that one-hot columns stay on the chip
+# Rounds that one product sums: enough to fill matrix units, and so few that one-hot columns stay on
+# the chip
+CHUNK = 4
 
 
 def _turn(width: int) -> np.ndarray:

@@ -57,7 +57,8 @@ from kvqjax.ops.layout import Field
 from kvqjax.ops.packing.base import slot_rows
 
 FIT = Fit("kvqjax.calibrate.kvquant")
-MAX_WIDTH = 32767  # the largest int16: slots store channel numbers, and the width itself where they are unused
+# The largest int16: slots store channel numbers, and the width itself where they are unused
+MAX_WIDTH = 32767
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

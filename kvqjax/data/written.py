@@ -29,15 +29,15 @@ from kvqjax.model.tokenizer_calls import decoded
 
 LENGTH = 1024  # tokens of a row, where the model was trained for as many
 BEGINNING = 128  # tokens that a row may begin with: system messages of chat templates take most
-# Around 1 a model writes what it expects of texts. At 0.8 half of the rows of SmolLM2-135M go round in
-# circles.
+# Around 1 a model writes what it expects of texts. At 0.8 half of the rows of SmolLM2-135M go round
+# in circles.
 TEMPERATURES = (1.0, 0.9, 1.2)
 # Keeps a text together at all of these, and needs no sort of the vocabulary as top-p does.
 MIN_P = 0.02
 LEAST_ROWS = 4  # of a short calibration, so that it sees several beginnings
 ROWS = 16  # at a time, at most: an exact cache of 16 x 1024 tokens takes 2 GB with 128 KB a token
-# Rows of 1024 tokens by people repeat 1 to 25 of 100 spans of four tokens; one that repeats more than
-# half of them has gone round in circles for at least that long.
+# Rows of 1024 tokens by people repeat 1 to 25 of 100 spans of four tokens; one that repeats more
+# than half of them has gone round in circles for at least that long.
 SPAN, LEAST_NEW = 4, 0.5
 DRAWS = 1000  # from the vocabulary until a word comes; most tokens are one
 ATTEMPTS = 3  # rows that are written for each that is wanted, at most

@@ -41,7 +41,8 @@ class LoopState(struct.PyTreeNode):
     done: Leaf  # Bool[B]
     key: Leaf  # one, or one of every row [B]
     history: History | None = None  # None without penalties
-    endless: Leaf = None  # Int[B], the tokens that a row still gets before an end token may come; None: of no row
+    # Int[B], the tokens that a row still gets before an end token may come; None: of no row
+    endless: Leaf = None
     scores: "Scores | None" = None  # of `tokens`, where they are wanted
 
 

@@ -34,7 +34,8 @@ class RowSampling(struct.PyTreeNode):
     """Sampling parameters of every row. All of them are data, so that rows of different requests
     share one program."""
 
-    each: Sampling  # with arrays [B] in place of numbers, and the static fields of the most general draw
+    # With arrays [B] in place of numbers, and the static fields of the most general draw
+    each: Sampling
     greedy: Any  # Bool[B]: rows that take their most likely token
 
 

@@ -18,7 +18,8 @@ from kvqjax.model.tokenizer_calls import decoded
 _BROKEN = "\ufffd"  # a decoder's answer to bytes that are no character, or not yet
 # A UTF-8 character has four bytes at most, so that three may wait for the last one.
 _MOST_BROKEN = 3
-_CONTEXT = 8  # ids of the prompt that are decoded before its answer: some words, so that clean-up sees them
+# Ids of the prompt that are decoded before its answer: some words, so that clean-up sees them
+_CONTEXT = 8
 # Ids decoded at a step before their window moves on. Sixteen take 19 us, and one takes 13 us.
 _LONGEST = 16
 # Ids that a window of broken characters keeps: three broken ones may stand for nine bytes.

@@ -281,7 +281,9 @@ class Cost(NamedTuple):
     # 0 where keys and values themselves are stored.
     operations: int = 0
     bits: int = 0  # bits that are moved for a token in addition to its codes
-    spared: int = 0  # numbers of the layer's weights that a decode step does not read, because constants replace them
+    # Numbers of the layer's weights that a decode step does not read, because constants replace
+    # them
+    spared: int = 0
 
 
 # ---- The layer's cache, made of these parts ----

@@ -51,7 +51,8 @@ MOST_ENDS = 8  # end tokens of a request; models have 4 at most
 NO_TOKEN = -1
 # Fields of a `LoopState` that have an entry for each row.
 OF_ROWS = ("newest", "uncached", "left", "done", "history", "endless", "key")
-WIDTHS = 4  # a prompt's last chunk is padded to the chunk's length, to a quarter of it, or to a sixteenth
+# A prompt's last chunk is padded to the chunk's length, to a quarter of it, or to a sixteenth
+WIDTHS = 4
 
 
 class RowOutput(NamedTuple):

@@ -57,7 +57,8 @@ __all__ = ["ROWS", "Engine", "EngineClosed", "EngineFull", "RequestFailed", "Sta
 Result = TypeVar("Result")
 
 CAPACITY = 4096  # tokens of a row where nobody says; less where the model was trained for less
-CHUNK = 512  # tokens of a prompt between two strides: about what keeps a core or a chip busy for a stride's time
+# Tokens of a prompt between two strides: about what keeps a core or a chip busy for a stride's time
+CHUNK = 512
 STRIDE = 8  # tokens of a row between two looks at the text: a piece of a stream
 MOST_STRIDE = 1024  # tokens; a longer piece costs memory in every row, and no time is gained by it
 MOST_BYTES = 2**50  # of the cache

@@ -42,7 +42,8 @@ TOOL_NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")  # what the protocol allows
 CHOICES = ("none", "auto", "required")
 ID_CHARACTERS = string.ascii_letters + string.digits
 ID_LENGTH = 9  # characters of a call's id: templates of Mistral take no other length
-# Variables of a template that a request says elsewhere, and options of the function that renders it.
+# Variables of a template that a request says elsewhere, and options of the function that renders
+# it.
 RESERVED = frozenset({
     "add_generation_prompt", "chat_template", "continue_final_message", "conversation", "documents",
     "max_length", "messages", "padding", "return_assistant_tokens_mask", "return_dict", "return_tensors",

@@ -128,8 +128,8 @@ def far(q: Float[Array, "B T H D"], prompt: Prompt, chunk: int) -> Partial:
     bytes_of_chunk = q.dtype.itemsize * batch * heads * chunk**2  # of its weights of a chunk
     largest = max(1, min(chunks // TILES, SCORES // bytes_of_chunk))
     keys = chunk * max(n for n in range(1, largest + 1) if chunks % n == 0)
-    # By chunk and piece, [chunks, MASK_PIECES]: the first key that all queries of the piece see, and one
-    # past the last.
+    # By chunk and piece, [chunks, MASK_PIECES]: the first key that all queries of the piece see,
+    # and one past the last.
     stop = np.arange(0, length, part).reshape(chunks, MASK_PIECES)
     start = np.maximum(0, stop + part - (prompt.sliding or length))
 

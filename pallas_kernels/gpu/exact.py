@@ -206,7 +206,8 @@ def _fold(smem: Memory, plan: Plan, fetch, place, limits, state: State) -> State
         plgpu.commit_smem()  # products read the weights that all threads wrote
         plgpu.barrier_wait(smem.values_here)
         sums = _sums(buffers, plan, plan.tile)
-        plgpu.commit_smem()  # values and weights are overwritten next, and all threads must have read them
+        # Values and weights are overwritten next, and all threads must have read them
+        plgpu.commit_smem()
         pl.when(has_next_tile)(lambda: fetch_values(tile + 1))
         return sums
 

@@ -36,8 +36,8 @@ class Operands(NamedTuple):
     # [L, B, S/group, K*D] u16; with signposts [K, 2, 1, D] u16, scales and minima of all tokens
     key_scale: Any
     key_low: Any  # minima, as key_scale; None with signposts
-    # of [L, B, 1 or K, S/64, 64] u16: the factor of each token's keys; or the scale and the minimum,
-    # in place of key_scale and key_low; or the scale alone
+    # of [L, B, 1 or K, S/64, 64] u16: the factor of each token's keys; or the scale and the
+    # minimum, in place of key_scale and key_low; or the scale alone
     key_tokens: tuple
     value_codes: tuple  # as key_codes
     value_scale: Any  # [L, B, slices of all heads, S/64, 64] u16
@@ -165,7 +165,8 @@ def _fold(
     def weigh():
         plgpu.commit_smem()  # products read the weights that all threads wrote
         sums = gpu_values.weigh(values, plan, quad, tables[1])
-        plgpu.commit_smem()  # values and weights are overwritten next, and all threads must have read them
+        # Values and weights are overwritten next, and all threads must have read them
+        plgpu.commit_smem()
         pl.when(has_next_tile)(lambda: fetch_values(quad.tile + 1))
         return sums
 

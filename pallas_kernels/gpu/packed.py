@@ -39,8 +39,8 @@ from kvqjax.pallas_kernels.packed import PackedBody, PackedSpec, check
 
 GROUP = 128  # tokens for which channels of values may have factors
 # Channels of a head -> groups of keys (tokens) and of values (channels) after RoPE.
-# Heads of 256 channels in groups of 32 spill registers at 2 bits, and at 4 a multiprocessor holds one
-# program.
+# Heads of 256 channels in groups of 32 spill registers at 2 bits, and at 4 bits a multiprocessor
+# holds one program.
 PLAIN_GROUPS = {256: ((128, 256),), 128: ((128, 128), (32, 32)), 64: ((128, 64), (32, 32))}
 
 

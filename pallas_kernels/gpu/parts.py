@@ -47,14 +47,19 @@ def tiled(shape: tuple[int, ...], dtype, swizzle: int = 128):
 
 
 def shared_bytes(memory) -> int:
-    """Count the bytes of a program's buffers in shared memory. `memory` is a tree of declarations."""
+    """Count the bytes of a program's buffers in shared memory.
+
+    Args:
+        memory: A tree of declarations."""
     buffers = (x for x in jax.tree.leaves(memory) if hasattr(x, "dtype"))
     return sum(math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in buffers)
 
 
 def fitting(memory) -> int:
-    """Count the programs whose shared memory fits a multiprocessor. `memory` is a tree of
-    declarations."""
+    """Count the programs whose shared memory fits a multiprocessor.
+
+    Args:
+        memory: A tree of declarations."""
     return SHARED // (shared_bytes(memory) + ADDED)
 
 

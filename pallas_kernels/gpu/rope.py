@@ -33,9 +33,13 @@ class Keys(NamedTuple):
     """Shared memory for the keys of a tile."""
 
     codes: tuple  # of [1, 32, D] u32, one per plane set
-    factors: Any  # [1, 2, N, D] u16: scales and minima of the N groups of a tile; with signposts of all tokens, N = 1
+    # [1, 2, N, D] u16: scales and minima of the N groups of a tile; with signposts of all tokens, N
+    # = 1
+    factors: Any
     turns: Any  # [1, groups, D] f32: cos, then sin, of the first positions of a tile's groups
-    offsets: Any  # [1, 256, D/2] bf16: cos, then sin, of the first 64 offsets in a group; then those of the last 64
+    # [1, 256, D/2] bf16: cos, then sin, of the first 64 offsets in a group; then those of the last
+    # 64
+    offsets: Any
     rotated: (
         Any  # [1, 2, R, D] bf16: the queries rotated back to the first token of a quad's groups
     )
@@ -86,7 +90,8 @@ def memory(plan) -> Keys:
         gpu_keys.words(plan),
         plgpu.SMEM((1, 2, plan.groups, dim), jnp.uint16),
         plgpu.SMEM((1, plan.tile // GROUP, dim), jnp.float32),
-        # PAIRS_AT_ONCE bfloat16 numbers are 2 * PAIRS_AT_ONCE bytes: tiles are as wide as what is taken at a time.
+        # PAIRS_AT_ONCE bfloat16 numbers are 2 * PAIRS_AT_ONCE bytes: tiles are as wide as what is
+        # taken at a time.
         tiled((1, 2 * GROUP, dim // 2), jnp.bfloat16, swizzle=2 * PAIRS_AT_ONCE),
         tiled((1, GROUPS, plan.rows, dim), jnp.bfloat16, swizzle=2 * PAIRS_AT_ONCE),
     )

@@ -149,7 +149,9 @@ def _meet(refs: Refs, plan, chunk, part, words):
         cells = refs.table[rows] if plan.wide else pltpu.bitcast(refs.table[tokens], jnp.bfloat16)
         if plan.staged:
             keys = refs.keys[rows]
-        else:  # [piece, 128]: words of [piece/2, 128] read as bfloat16 are rows of first and of second numbers in turn
+        else:
+            # [piece, 128]: words of [piece/2, 128] read as bfloat16 are rows of first and of second
+            # numbers in turn
             keys = dot(
                 pltpu.bitcast(words[tokens, :LANES], jnp.bfloat16), refs.transform[...], 0
             ).astype(cells.dtype)

@@ -27,7 +27,8 @@ from kvqjax.pallas_kernels import splash
 SPLASH_KINDS = ("splash", "interpret")
 SCORES = 2**31  # bytes of one tile's softmax weights on a GPU, at most
 DECODED = 2**13  # tokens of one tile on a TPU, those of all rows counted together
-SLACK = 1.25  # tiles of even size may exceed these limits by this factor: that is better than one more tile
+# Tiles of even size may exceed these limits by this factor: that is better than one more tile
+SLACK = 1.25
 WHOLE = 2**28  # bytes of a layer's keys and values that a TPU may hold decoded at once
 
 

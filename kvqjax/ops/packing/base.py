@@ -112,7 +112,8 @@ Stored = tuple  # the arrays of one field: one for each plane set, else a single
 Number = Int[Array, ""] | int
 
 TOKENS, CHANNELS = "tokens", "channels"  # what an axis of a stored array counts
-PIECE = 128  # tokens that `convert` moves at a time; groups have 32, 64 or 128 tokens, so these are whole groups
+# Tokens that `convert` moves at a time; groups have 32, 64 or 128 tokens, so these are whole groups
+PIECE = 128
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -35,7 +35,9 @@ from kvqjax.ops.packing.base import (
 )
 from kvqjax.ops.xla_workarounds import cut_at, floor_divide, modulo, put_at, row_major
 
-HALF = 128  # consecutive tokens of one plane (c0 or c1); groups have 32, 64 or 128 tokens, so these are whole groups
+# Consecutive tokens of one plane (c0 or c1); groups have 32, 64 or 128 tokens, so these are whole
+# groups
+HALF = 128
 
 
 def tokens_per_row(bits: int) -> int:
