@@ -4,6 +4,9 @@ The grid is (row, KV head, split). A split is a stretch of a row's tokens, which
 Each program writes a normalised output, transposed, [D, R], and a log-sum-exp [R], for the R query
 rows of its head. The splits of a row are merged by their log-sum-exps outside the kernel."""
 
+import dataclasses
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -13,6 +16,24 @@ from kvqjax.ops.attention import Partial
 from kvqjax.pallas_kernels.gpu.parts import NEVER
 
 MULTIPROCESSORS = 132  # of an H100 or H200
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Static choices of one call that all kernels have.
+
+    Attributes:
+        spec: The static description of the body.
+        rows: Query rows of a KV head, padded to a multiple of 8.
+        splits: Programs that share a row's tokens."""
+
+    spec: Any
+    rows: int
+    splits: int
+
+    @property
+    def kv_heads(self) -> int:
+        return self.spec.kv_heads
 
 
 def default_splits(tiles: int, pairs: int, resident: int) -> int:

@@ -94,20 +94,10 @@ class Memory(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
-    """Static choices of one call.
-
-    Attributes:
-        rows: Query rows of a KV head, padded to a multiple of 8.
-        splits: Programs that share a row's tokens."""
+class Plan(gpu_call.Plan):
+    """Static choices of one call."""
 
     spec: ExactSpec
-    rows: int
-    splits: int
-
-    @property
-    def kv_heads(self) -> int:
-        return self.spec.kv_heads
 
     @property
     def dim(self) -> int:

@@ -105,21 +105,11 @@ class Memory(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
-    """Static choices of one call.
-
-    Attributes:
-        rows: Query rows of a KV head, padded to a multiple of 8.
-        splits: Programs that share a row's tokens."""
+class Plan(gpu_call.Plan):
+    """Static choices of one call."""
 
     spec: KltSpec
-    rows: int
-    splits: int
     tile: int = TILE
-
-    @property
-    def kv_heads(self) -> int:
-        return self.spec.kv_heads
 
 
 def memory(plan: Plan) -> Memory:

@@ -71,21 +71,10 @@ def resident(spec: PackedSpec) -> int:
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
-    """Static choices of one call.
-
-    Attributes:
-        rows: Query rows of a KV head, padded to a multiple of 8.
-        splits: Programs that share a row's tokens.
-    """
+class Plan(gpu_call.Plan):
+    """Static choices of one call."""
 
     spec: PackedSpec
-    rows: int
-    splits: int
-
-    @property
-    def kv_heads(self) -> int:
-        return self.spec.kv_heads
 
     @property
     def plane_sets(self) -> tuple[int, ...]:
