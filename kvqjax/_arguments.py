@@ -242,9 +242,9 @@ def check_within(name: str, value: Any, least: int, most: int, limits: str) -> N
     `most`, both included. `limits` is the range in words: "from 0 to the 8 new tokens given"."""
     if not is_known(value):
         return
-    known = np.asarray(value)  # with jnp these would be traced inside a user's loop
-    if known.size and not least <= int(known.min()) <= int(known.max()) <= most:
-        raise UserError(f"{name}={_text(known)}; each must lie {limits}")
+    numbers = np.asarray(value)  # with jnp these would be traced inside a user's loop
+    if numbers.size and not least <= int(numbers.min()) <= int(numbers.max()) <= most:
+        raise UserError(f"{name}={_text(numbers)}; each must lie {limits}")
 
 
 def clipped(value: Int[Array, "..."], least, most) -> tuple[Int[Array, "..."], Bool[Array, "..."]]:

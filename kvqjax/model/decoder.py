@@ -581,8 +581,8 @@ def own_sinks(weights: Layer, config: ModelConfig, count: int) -> Float[Array, "
     sinks = weights.get("score_sinks")
     if sinks is None:
         return None
-    own = own_heads(sinks[None, None, :, None], config, count)
-    return own[0, 0, :, 0]
+    logits = own_heads(sinks[None, None, :, None], config, count)
+    return logits[0, 0, :, 0]
 
 
 def attend_plainly(

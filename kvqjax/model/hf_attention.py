@@ -308,11 +308,11 @@ def _rope_object(raw: dict, family: Family) -> tuple[dict, str]:
     rope = raw.get(field) or dict(family.rope_defaults)
     if not isinstance(rope, dict):
         refuse(field, rope, "wanted an object")
-    known = _ROPE_FIELDS
+    fields = _ROPE_FIELDS
     if family.query_growth:
-        known = known | _GROWTH_FIELDS
+        fields = fields | _GROWTH_FIELDS
     for name in rope:
-        if name not in known:
+        if name not in fields:
             refuse(f"{field}.{name}", rope[name], "the field is unknown")
     return rope, f"{field}."
 

@@ -345,9 +345,11 @@ def _beside(recent: Recent, layer, group: int, rows: int) -> Beside:
     def every(part: int):
         """Put all keys (`part` 0) or values (1) below each other, with zeros where there is no
         token."""
-        held = [lax.dynamic_index_in_dim(x[part], layer, 0, False) for x in recent.held]
-        parts = [_padded(x, room(x.shape[1]) - x.shape[1]) for x in (*held, recent.new[part])]
-        return _padded(jnp.concatenate(parts, axis=1), missing)
+        from_cache = [lax.dynamic_index_in_dim(x[part], layer, 0, False) for x in recent.held]
+        places = []
+        for x in (*from_cache, recent.new[part]):
+            places.append(_padded(x, room(x.shape[1]) - x.shape[1]))
+        return _padded(jnp.concatenate(places, axis=1), missing)
 
     seen = _padded(recent.seen.swapaxes(1, 2), missing)  # [B, N, T]
     seen = jnp.repeat(seen, group, axis=2)

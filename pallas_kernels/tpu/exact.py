@@ -101,11 +101,11 @@ def packed_attention(
 
 def _of_recent(recent: Recent) -> Operand:
     """Declare the tokens outside the body, as one operand whose references are a `Recent`."""
-    held = []
+    from_cache = []
     for keys, values in recent.held:
-        held.append((of_layer(keys).spec, of_layer(values).spec))
+        from_cache.append((of_layer(keys).spec, of_layer(values).spec))
     new = tuple(by_row(x).spec for x in recent.new)
-    spec = Recent(tuple(held), new, by_row(recent.seen).spec)
+    spec = Recent(tuple(from_cache), new, by_row(recent.seen).spec)
     return Operand(recent, spec)
 
 

@@ -185,8 +185,8 @@ def test_a_hopper_reads_exact_bodies_and_the_tokens_beside_them_in_one_call(chip
     assert reader_of(Ask(run, 32)) == "kernel"
     assert reader_of(Ask(run, 33)) != "kernel"
     assert [stored for _, _, stored in checked] == ["heads"]
-    whole = kvq.init_cache(SHAPE, "exact", 1, 2048, **bodies | {"dtype": "float32"})
-    assert whole.layout.form == "heads"
+    float32 = kvq.init_cache(SHAPE, "exact", 1, 2048, **bodies | {"dtype": "float32"})
+    assert float32.layout.form == "heads"
 
 
 def test_a_hopper_keeps_its_form_where_the_kernel_lost(chip):

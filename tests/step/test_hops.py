@@ -80,6 +80,7 @@ def test_a_plan_passes_through_few_files_and_makes_few_calls():
     config = dataclasses.replace(config_of("llama-3.1-8b"), vocab_size=128_002)
     first = calls_in(lambda: kvq.plan(config, "kivi:bits=2", context=131_072, device="h100"))
     assert sum(first.values()) <= 6_300, first.most_common(5)
-    # What depends on no length was kept: a second plan passes the files that compute the figures.
-    second = calls_in(lambda: kvq.plan(config, "kivi:bits=2", context=65_536, device="h100"))
+    # What holds for every plan was kept: one for another chip passes the files that compute its
+    # figures.
+    second = calls_in(lambda: kvq.plan(config, "kivi:bits=2", context=65_536, device="v5e"))
     assert len(second) <= 33, "\n".join(sorted(second))

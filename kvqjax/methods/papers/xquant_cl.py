@@ -217,8 +217,8 @@ class CrossLayer:
     scales: str = "bfloat16"
 
     def __post_init__(self):
-        known = {"axis": ("token", "channel"), "accumulator": ACCUMULATORS, "space": SPACES}
-        for name, values in known.items():
+        choices = {"axis": ("token", "channel"), "accumulator": ACCUMULATORS, "space": SPACES}
+        for name, values in choices.items():
             value = getattr(self, name)
             if value not in values:
                 raise UserError(f"{name}={value!r}; known: {', '.join(values)}")
